@@ -1,0 +1,147 @@
+"""What the engine takes and gives: its configuration, completions, step records, and the surface that every driver shares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, overload
+
+FinishReason = Literal["eos", "length", "failed"]
+StepKind = Literal["prefill", "mixed", "decode"]
+
+
+class EngineError(RuntimeError):
+    """The engine cannot do what was asked; the message says why and what would work."""
+
+
+class UnsupportedModelError(EngineError):
+    """The model's architecture or placement is not supported by continuous batching."""
+
+
+class UnsupportedTransformersError(EngineError):
+    """The installed transformers version is outside the supported range."""
+
+
+@dataclass(frozen=True)
+class RequestTimings:
+    """Host times of one request, in seconds on the `time.perf_counter` clock; they survive eviction.
+
+    `scheduled_s`, `first_token_s` and `finished_s` are None when the request did not get that far.
+    """
+
+    submitted_s: float
+    scheduled_s: float | None = None
+    first_token_s: float | None = None
+    finished_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Completion(Sequence[int]):
+    """The generated token ids of one request. `len(completion)` is their number (EOS included)."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    timings: RequestTimings
+    error: str | None = None
+
+    def __len__(self) -> int:
+        return len(self.completion_ids)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+        return self.completion_ids[index]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.completion_ids)
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """One host-visible step: an ordinary step (`num_steps` = 1) or a burst of several decode steps.
+
+    `bucket` is the padded batch size (None: natural size); `num_padding` counts padded rows or tokens.
+    `start_s` and `end_s` are host times (perf_counter); `cache_used_fraction` is in [0, 1].
+    """
+
+    kind: StepKind
+    num_steps: int
+    num_requests: int
+    num_tokens: int
+    num_padding: int
+    bucket: int | None
+    start_s: float
+    end_s: float
+    num_waiting: int
+    num_finished: int
+    cache_used_fraction: float
+
+    @property
+    def duration_s(self) -> float:
+        return self.end_s - self.start_s
+
+
+OnStep = Callable[[int, StepInfo], None]
+
+
+@dataclass(frozen=True)
+class CBSyncConfig:
+    """Settings of `SyncCBDriver`. None means "not set here": the generation config or the model decides.
+
+    `max_new_tokens` is overridden by a request's own; `page_size` and `max_batch_tokens` are in tokens. `num_blocks` None lets
+    transformers take a share of the free memory. `max_requests_per_batch` None serves every active request in each step.
+    """
+
+    max_new_tokens: int | None = None
+    eos_token_id: int | Sequence[int] | None = None
+    pad_token_id: int | None = None
+    do_sample: bool = False
+    compile_mode: str | None = None
+    cuda_graph: bool = False
+    page_size: int = 256
+    num_blocks: int | None = None
+    max_batch_tokens: int = 8192
+    max_requests_per_batch: int | None = None
+    allow_block_sharing: bool = False
+    scheduler: Literal["fifo", "prefill_first"] = "fifo"
+    on_step: OnStep | None = None
+
+
+class RolloutDriver(Protocol):
+    """What an experiment needs of any way to generate (SyncCBDriver and the peers)."""
+
+    @property
+    def resolved(self) -> dict[str, Any]:
+        """Batching, attention and compile settings as they really run, as plain JSON values."""
+
+    @property
+    def steps(self) -> list[StepInfo]:
+        """Step records of the last (or running) drive; empty for drivers that cannot see their steps."""
+
+    @property
+    def partial_completions(self) -> dict[str, Completion]:
+        """After an error or an interrupt in a drive: what it had produced, unfinished requests marked failed."""
+
+    def warmup(self) -> None:
+        """Compile and capture what can be done before the first request."""
+
+    def add_requests(
+        self,
+        prompt_ids_list: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int | Sequence[int] | None = None,
+        num_generations: int = 1,
+    ) -> list[str]:
+        """Queue prompts; returns len(prompts) x num_generations request ids, the generations of a prompt side by side."""
+
+    def drive_until_empty(self) -> dict[str, Completion]:
+        """Run until every queued request has ended; request id -> completion in submission order, every id present."""
+
+    def close(self) -> None:
+        """Release cache and graphs and give the model back as it was. Safe to call twice."""
+
+
