@@ -1,4 +1,4 @@
-"""Arithmetic questions in words: generated from a seed, split by hash, with worked solutions and a verifier."""
+"""Arithmetic questions in words: generated from a seed, split by hash, with solutions and a verifier."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Split = Literal["train", "heldout"]
 
 NUM_OPERAND_VALUES = 100
 _HELD_OUT_HASH_BYTES_BELOW = 38  # of 256: about 15 % of the problems are held out
-_ANSWER_LINE = re.compile(r"= (-?[0-9]+)")
+_ANSWER_LINE = re.compile(r"= (-?[0-9]{1,9})")
 
 _SUM_WORDINGS = (
     "What is {0} plus {1}?",
@@ -51,7 +51,7 @@ class Question:
 
 @dataclass(frozen=True)
 class _Problem:
-    """What a question asks, whatever its wording: the sum of `signs[i] * operands[i]`; the first sign is +1."""
+    """What a question asks, whatever its wording: the sum of `signs[i] * operands[i]`; `signs[0]` is 1."""
 
     operands: tuple[int, ...]
     signs: tuple[int, ...]
@@ -74,13 +74,14 @@ def build_questions(num_questions: int, seed: int, split: Split) -> list[Questio
             questions.append(_build_question(problem, rng))
     if len(questions) < num_questions:
         raise DatasetError(
-            f"{num_questions} arithmetic questions were asked for, but the {split} split holds {len(questions)}."
+            f"{num_questions} arithmetic questions were asked for, "
+            f"but the {split} split holds {len(questions)}."
         )
     return questions
 
 
 def verify_answer(completion_text: str, answer: int) -> bool:
-    """Whether the last line of `completion_text` is `= ANSWER` with the right number; malformed text is False."""
+    """Whether the last line of `completion_text` is `= N` with the right N; malformed text is False."""
     last_line = completion_text.rstrip().rpartition("\n")[2]
     match = _ANSWER_LINE.fullmatch(last_line)
     return match is not None and int(match[1]) == answer
@@ -110,7 +111,7 @@ def _shuffle_problems_of_size(num_operands: int, rng: random.Random) -> Iterator
 
 
 def _shuffle_range(size: int, rng: random.Random) -> Iterator[int]:
-    """Yield each of `range(size)` once in random order: a Fisher-Yates shuffle that stores only what has moved."""
+    """Yield `range(size)` in random order, by a Fisher-Yates shuffle that stores only what has moved."""
     moved: dict[int, int] = {}
     for last in range(size - 1, -1, -1):
         chosen = rng.randint(0, last)
@@ -119,7 +120,7 @@ def _shuffle_range(size: int, rng: random.Random) -> Iterator[int]:
 
 
 def _is_held_out(problem: _Problem) -> bool:
-    """Decide by a hash of the problem; the order of its terms does not count, so `12 + 5` goes where `5 + 12` goes."""
+    """Decide by a hash that ignores the order of terms, so that `12 + 5` goes where `5 + 12` goes."""
     digest = hashlib.sha256(_canonical_form(problem).encode()).digest()
     return digest[0] < _HELD_OUT_HASH_BYTES_BELOW
 
@@ -145,7 +146,7 @@ def _word_problem(problem: _Problem, rng: random.Random) -> str:
 
 
 def _solve_problem(problem: _Problem) -> str:
-    """Write one line for each operation and a last line `= ANSWER`, as in `47+85: 7+5=12 4+8+1=13\\n= 132`."""
+    """Write a line for each operation and a last line `= N`, as in `47+85: 7+5=12 4+8+1=13\\n= 132`."""
     value, *operands = problem.operands
     lines = []
     for sign, operand in zip(problem.signs[1:], operands, strict=True):
@@ -155,7 +156,8 @@ def _solve_problem(problem: _Problem) -> str:
 
 
 def _solve_operation(value: int, sign: int, operand: int) -> str:
-    """Work out `value + sign * operand` in columns, after turning it into a sum or difference that is not negative."""
+    """Work out `value + sign * operand` in columns, after rewriting it as a sum or difference that is not
+    negative, as in `12-90: -(90-12) 10-2=8 9-1-1=7`."""
     is_sum = (value >= 0) == (sign > 0)
     larger, smaller = abs(value), operand
     if not is_sum and operand > abs(value):
@@ -179,8 +181,8 @@ def _add_columns(first: int, second: int) -> list[str]:
 
 
 def _subtract_columns(larger: int, smaller: int) -> list[str]:
-    """Subtract digit by digit from the units; a column that borrows shows its upper digit plus 10, and the next one
-    a further `-1`."""
+    """Subtract digit by digit from the units; a column that borrows shows its upper digit plus 10, and the
+    next one a further `-1`."""
     columns, borrow = [], 0
     for upper, lower in _digit_columns(larger, smaller):
         borrowed = upper - lower - borrow < 0

@@ -1,0 +1,155 @@
+"""The arithmetic questions: deterministic, split by what they ask, solved correctly, verified strictly."""
+
+import re
+from collections import Counter
+
+import pytest
+
+from cbexp import arithmetic
+from cbexp.arithmetic import build_questions, verify_answer
+from cbexp.errors import DatasetError
+
+# Verbs whose operands stand in the other order: "Add 5 to 12", "Take 5 away from 12", "Subtract 5 from 12".
+SWAPPED_WORDING = re.compile(r"(Add \d+ to|Take \d+ away|Subtract \d+ from)")
+MINUS_WORDS = {"minus", "away", "Subtract", "subtract", "less", "Decrease", "down"}
+
+
+def read_terms(text: str) -> tuple[int, ...]:
+    """Read the signed operands back out of a question's words, independently of how they were written."""
+    words = re.findall(r"\w+", text)
+    operands = [int(word) for word in words if word.isdigit()]
+    if len(operands) == 2:
+        first, second = reversed(operands) if SWAPPED_WORDING.match(text) else operands
+        return first, -second if MINUS_WORDS & set(words) else second
+    terms, sign = [operands[0]], 1
+    for word in words[words.index(str(operands[0])) + 1 :]:
+        if word.isdigit():
+            terms.append(sign * int(word))
+            sign = 1
+        elif word in MINUS_WORDS:
+            sign = -1
+    return tuple(terms)
+
+
+def test_the_same_arguments_give_the_same_questions() -> None:
+    assert build_questions(50, 3, "heldout") == build_questions(50, 3, "heldout")
+    assert build_questions(50, 3, "heldout") != build_questions(50, 4, "heldout")
+    assert build_questions(80, 3, "train")[:50] == build_questions(50, 3, "train")
+
+
+def test_a_seed_means_the_same_questions_on_every_machine() -> None:
+    assert [question.text for question in build_questions(3, 0, "heldout")] == [
+        "How much is 81 plus 68 minus 44?",
+        "Increase 7 by 31.",
+        "What is 62 minus 1?",
+    ]
+
+
+@pytest.mark.parametrize("split", ["train", "heldout"])
+def test_answers_are_those_of_the_words(split: arithmetic.Split) -> None:
+    for question in build_questions(2000, 1, split):
+        assert question.answer == sum(read_terms(question.text)), question
+
+
+def test_solutions_verify_and_show_true_steps() -> None:
+    for question in build_questions(5000, 2, "train"):
+        assert verify_answer(question.solution, question.answer), question
+        assert not verify_answer(question.solution, question.answer + 1), question
+        for step, result in re.findall(r"(?<!\S)(\d+(?:[+-]\d+)+)=(\d+)", question.solution):
+            terms = [int(term) for term in re.findall(r"[+-]?\d+", step)]
+            assert sum(terms) == int(result), question
+
+
+@pytest.mark.parametrize(
+    ("value", "sign", "operand", "line"),
+    [
+        (47, 1, 85, "47+85: 7+5=12 4+8+1=13"),
+        (4, 1, 5, "4+5: 4+5=9"),
+        (90, -1, 12, "90-12: 10-2=8 9-1-1=7"),
+        (12, -1, 90, "12-90: -(90-12) 10-2=8 9-1-1=7"),
+        (105, -1, 7, "105-7: 15-7=8 10-0-1=9 1-0-1=0"),
+        (-78, 1, 90, "-78+90: 90-78 10-8=2 9-7-1=1"),
+        (-78, 1, 45, "-78+45: -(78-45) 8-5=3 7-4=3"),
+        (-78, -1, 45, "-78-45: -(78+45) 8+5=13 7+4+1=12"),
+        (-45, 1, 45, "-45+45: 45-45 5-5=0 4-4=0"),
+    ],
+)
+def test_each_case_of_an_operation(value: int, sign: int, operand: int, line: str) -> None:
+    assert arithmetic._solve_operation(value, sign, operand) == line
+
+
+def test_questions_vary() -> None:
+    questions = build_questions(1000, 5, "heldout")
+    num_operands = Counter(len(read_terms(question.text)) for question in questions)
+    assert set(num_operands) == {2, 3} and min(num_operands.values()) > 400
+    wordings = Counter(
+        re.sub(r"\d+|\b(add|up|plus|subtract|take away|down|minus)\b", "_", q.text) for q in questions
+    )
+    assert len(wordings) == 14  # of 15: `What is _ plus _?` and `What is _ minus _?` count as one here
+    assert len({len(question.solution) for question in questions}) > 30
+    assert any(question.answer < 0 for question in questions)
+
+
+def test_splits_share_no_problem_in_any_order_or_wording() -> None:
+    asked = {
+        split: {tuple(sorted(read_terms(q.text))) for q in build_questions(15_000, seed, split)}
+        for split, seed in (("train", 0), ("heldout", 1))
+    }
+    # A term of -0 reads as 0 here, so problems with a zero operand cannot be told apart by their terms.
+    shared = {terms for terms in asked["train"] & asked["heldout"] if 0 not in terms}
+    assert shared == set()
+
+
+def test_held_out_share_and_distinct_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arithmetic, "NUM_OPERAND_VALUES", 6)
+    num_problems = 2 * 6**2 + 4 * 6**3
+    num_heldout = count_split("heldout")
+    num_train = count_split("train")
+    assert num_heldout + num_train == num_problems
+    assert 0.10 < num_heldout / num_problems < 0.20
+
+
+def count_split(split: arithmetic.Split) -> int:
+    """Count what a split holds, from the error for asking for more."""
+    with pytest.raises(DatasetError, match="9999 arithmetic questions") as raised:
+        build_questions(9999, 0, split)
+    num_questions = int(re.findall(r"holds (\d+)", str(raised.value))[0])
+    questions = build_questions(num_questions, 0, split)
+    assert len({question.solution for question in questions}) == num_questions
+    return num_questions
+
+
+@pytest.mark.parametrize("text", ["47+85: 7+5=12 4+8+1=13\n= 132", "= 132", "= 132\n", "steps\n= 132  "])
+def test_right_answers(text: str) -> None:
+    assert verify_answer(text, 132)
+
+
+def test_negative_answers() -> None:
+    assert verify_answer("12-90: -(90-12) 10-2=8 9-1-1=7\n= -78", -78)
+    assert not verify_answer("12-90: -(90-12) 10-2=8 9-1-1=7\n= 78", -78)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "   \n",
+        "132",
+        "= 131",
+        "= 13",
+        "= 1322",
+        "= -132",
+        "= 132 or so",
+        "= 132\n= 7",
+        "= 132\n132-7:",
+        "47+85=132",
+        "47+85: 7+5=12 4+8+1=132",
+        "= 132.0",
+        "= 1 32",
+        "= ١٣٢",
+        "= 132<|im_end|>",
+        "= " + "1" * 5000,
+    ],
+)
+def test_wrong_and_malformed_answers(text: str) -> None:
+    assert not verify_answer(text, 132)
