@@ -1,4 +1,4 @@
-"""Trains the embedded tiny model: a Qwen3 of about one million parameters that solves `cbexp.arithmetic`'s questions.
+"""Trains the embedded tiny model: a Qwen3 of about a million parameters that solves `cbexp.arithmetic`.
 
 On one GPU this takes minutes. One CPU core needs less than 40 minutes for more but smaller steps:
 
@@ -44,7 +44,7 @@ IGNORED_LABEL = -100
 
 @dataclass(frozen=True)
 class TrainingTokens:
-    """Right-padded token ids (int16) [questions, longest], with the lengths of prompts and whole sequences [questions]."""
+    """Right-padded token ids (int16) [questions, longest]; lengths of prompts and sequences [questions]."""
 
     ids: Tensor
     prompt_lengths: Tensor
@@ -150,7 +150,7 @@ def build_training_tokens(
 
 
 def iterate_batches(lengths: Tensor, batch_size: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Yield row indices [batch_size] for ever, each row once an epoch, with rows of similar length together."""
+    """Yield row indices [batch_size] for ever, epoch after epoch, with rows of similar length together."""
     rows_sorted_together = 32 * batch_size
     while True:
         shuffled = torch.randperm(len(lengths), generator=generator)
