@@ -1,0 +1,139 @@
+"""The peer that feeds transformers' own continuous-batching manager, which generates on a thread of its own."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from transformers import GenerationConfig
+
+from cbexp.engine.prompts import RequestLimits
+from cbexp.engine.request_book import PromptGroup, RequestBook
+from cbexp.peers.base import PeerConfig, PeerDriver
+from cbexp.peers.manager_settings import (
+    SUPPORTED_COMPILE_MODES,
+    build_batching_config,
+    describe_batching_config,
+    resolve_compile_mode,
+)
+
+if TYPE_CHECKING:
+    from cbexp.peers.manager_session import ManagerSession
+
+__all__ = ["SUPPORTED_COMPILE_MODES", "ManagerDriver", "resolve_compile_mode"]
+
+
+class ManagerDriver(PeerDriver):
+    """Transformers' threaded manager with its best settings, greedy; implements `RolloutDriver`.
+
+    One manager stays started over all drives, cache, compiled code and graphs warm; between drives its thread idles and
+    the model is as the caller left it. `warmup` (or the first `add_requests`) builds it. After an error or Ctrl-C it is
+    stopped, and the next round builds a new one. See `manager_settings` for what the compile modes mean.
+
+    Raises at construction, besides what every peer raises, `EngineError` for captures on a device without CUDA.
+    """
+
+    supported_compile_modes = SUPPORTED_COMPILE_MODES
+
+    def __init__(self, model: Any, config: PeerConfig) -> None:
+        super().__init__(model, config)
+        # Only now: another version of transformers may lack the names that the session imports.
+        from cbexp.peers.manager_session import require_manageable
+
+        require_manageable(self._model.config)
+        self._attention = self._model.config._attn_implementation
+        self._compile_mode = resolve_compile_mode(config.compile_mode, self._attention, self._model.device)
+        self._session: ManagerSession | None = self._build_session()
+        self._settings = self._session.batching_config
+
+    @property
+    def resolved(self) -> dict[str, Any]:
+        """Settings as upstream has resolved them, as plain JSON values; the cache's are final once it is built."""
+        described = super().resolved | describe_batching_config(self._settings)
+        described["compile_mode"] = self._compile_mode
+        described["attn_implementation"] = "paged|eager" if self._attention == "eager" else self._attention
+        if self._session is not None:
+            described["safety_margin"] = self._session.safety_margin
+        return described
+
+    def _prepare(self) -> None:
+        self._started_session()
+
+    def _release(self) -> None:
+        if self._session is not None:
+            self._session = None
+            self._stop_session()
+
+    def _request_limits(self) -> RequestLimits:
+        limits = super()._request_limits()
+        return replace(limits, max_stored_tokens=self._started_session().max_request_tokens)
+
+    def _drive(self, groups: list[PromptGroup], book: RequestBook) -> None:
+        session = self._started_session()
+        with session.lent():
+            try:
+                session.submit_round(groups)
+                self._collect(session, sum(len(group.request_ids) for group in groups), book)
+            except BaseException:
+                self._release()
+                self._keep_leftovers(session, book)
+                raise
+
+    def _started_session(self) -> ManagerSession:
+        if self._session is None:
+            self._session = self._build_session()
+            self._settings = self._session.batching_config
+        if not self._session.is_started:
+            try:
+                self._session.start()
+            except BaseException:
+                self._release()
+                raise
+        return self._session
+
+    def _build_session(self) -> ManagerSession:
+        from cbexp.peers.manager_session import ManagerSession
+
+        session = ManagerSession(
+            self._model,
+            # No EOS is -1 to upstream; None would make it write that into the config, with a warning.
+            GenerationConfig(
+                max_new_tokens=self._config.max_new_tokens,
+                do_sample=False,
+                eos_token_id=list(self._config.eos_token_ids) or -1,
+                pad_token_id=self._config.pad_token_id,
+            ),
+            build_batching_config(self._config, self._model.config, self._model.device),
+        )
+        # Called by `_release`, and for a driver that is dropped without close().
+        self._stop_session = weakref.finalize(self, session.stop)
+        return session
+
+    def _collect(self, session: ManagerSession, num_requests: int, book: RequestBook) -> None:
+        for _ in range(num_requests):
+            ended = session.next_output()
+            if ended is None:
+                return
+            request_id, output = ended
+            _record(request_id, output, book)
+            # A thread that dies fails its requests first.
+            if output.error is not None:
+                session.check_thread()
+
+    def _keep_leftovers(self, session: ManagerSession, book: RequestBook) -> None:
+        for request_id, output in session.take_outputs():
+            if output.error is None:
+                _record(request_id, output, book)
+            else:
+                self._unfinished[request_id] = tuple(output.generated_tokens)
+
+
+def _record(request_id: str, output: Any, book: RequestBook) -> None:
+    """Enter upstream's `GenerationOutput` in the book. After an eviction upstream no longer knows when a request began."""
+    if len(output.timestamps) == len(output.generated_tokens):
+        if output.lifespan[0] >= 0:
+            book.mark_scheduled([request_id], output.lifespan[0])
+        if output.timestamps:
+            book.mark_tokens([request_id], output.timestamps[0])
+    book.finish(request_id, tuple(output.generated_tokens), output.error, output.lifespan[1])
