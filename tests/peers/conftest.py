@@ -1,0 +1,144 @@
+"""Tiny random models, the reference they are compared with, and settings for a peer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from cbexp.peers.base import PeerConfig, PeerDriver
+from cbexp.peers.generate import GenerateDriver
+from cbexp.peers.manager import ManagerDriver
+
+SHAPE = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def build_model(name: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(**SHAPE)) if name == "qwen3" else LlamaForCausalLM(LlamaConfig(**SHAPE))
+    # The default initialisation is so small that every prompt gets the same token.
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model.eval()
+
+
+@pytest.fixture
+def qwen3() -> PreTrainedModel:
+    return build_model("qwen3")
+
+
+@pytest.fixture(params=["qwen3", "llama"])
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return build_model(request.param)
+
+
+@pytest.fixture
+def make_config() -> Callable[..., PeerConfig]:
+    def make(**changes: Any) -> PeerConfig:
+        settings: dict[str, Any] = {
+            "max_new_tokens": 8,
+            "eos_token_ids": (),
+            "pad_token_id": 0,
+            "compile_mode": "auto",
+            "max_requests_per_batch": None,
+            "page_size": 16,
+            "num_blocks": 64,
+            "max_batch_tokens": 256,
+            "allow_block_sharing": False,
+            "scheduler": "fifo",
+        }
+        return PeerConfig(**(settings | changes))
+
+    return make
+
+
+@pytest.fixture(params=[ManagerDriver, GenerateDriver], ids=["manager", "generate"])
+def make_driver(
+    request: pytest.FixtureRequest, make_config: Callable[..., PeerConfig]
+) -> Iterator[Callable[..., PeerDriver]]:
+    """Builds a peer of each kind and closes it after the test."""
+    drivers: list[PeerDriver] = []
+
+    def make(model: Any, **changes: Any) -> PeerDriver:
+        drivers.append(request.param(model, make_config(**changes)))
+        return drivers[-1]
+
+    yield make
+    for driver in drivers:
+        driver.close()
+
+
+@pytest.fixture
+def make_manager(make_config: Callable[..., PeerConfig]) -> Iterator[Callable[..., ManagerDriver]]:
+    drivers: list[ManagerDriver] = []
+
+    def make(model: Any, **changes: Any) -> ManagerDriver:
+        drivers.append(ManagerDriver(model, make_config(**changes)))
+        return drivers[-1]
+
+    yield make
+    for driver in drivers:
+        driver.close()
+
+
+@pytest.fixture
+def generate_alone() -> Callable[..., tuple[int, ...]]:
+    """The reference: greedy `generate` of one prompt at a time, with an explicit mask and its own generation config."""
+
+    def generate(
+        model: Any, prompt_ids: Sequence[int], max_new_tokens: int, eos_token_ids: Sequence[int] = ()
+    ) -> tuple[int, ...]:
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        own = copy.deepcopy(base.generation_config)
+        base.generation_config = GenerationConfig()
+        ids = torch.tensor([list(prompt_ids)])
+        output = base.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            generation_config=GenerationConfig(
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+                eos_token_id=list(eos_token_ids) or None,
+                pad_token_id=0,
+            ),
+        )
+        base.generation_config = own
+        return tuple(output[0, len(prompt_ids) :].tolist())
+
+    return generate
+
+
+@pytest.fixture
+def prompts() -> list[list[int]]:
+    """Prompts of 1 to 40 tokens; token 0, which is also the pad id, is in one of them."""
+    generator = torch.Generator().manual_seed(3407)
+    lengths = (1, 3, 40, 17, 16, 8)
+    drawn = [torch.randint(1, SHAPE["vocab_size"], (n,), generator=generator).tolist() for n in lengths]
+    drawn[1][0] = 0
+    return drawn
