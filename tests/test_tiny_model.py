@@ -1,0 +1,95 @@
+"""The embedded tiny model: small, in transformers' own format, right on questions it was not trained on."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+import cbexp
+from cbexp.arithmetic import build_questions, verify_answer
+
+TINY = Path(cbexp.__file__).parent / "assets" / "tiny"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(TINY)
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(TINY, dtype=getattr(torch, request.param))
+    return model
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def test_folder_is_small_and_complete() -> None:
+    files = {file.name: file.stat().st_size for file in TINY.iterdir()}
+    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= set(files)
+    assert sum(files.values()) <= 5_000_000
+
+
+def test_architecture_and_stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    assert type(model).__name__ == "Qwen3ForCausalLM"
+    assert 0.9e6 < model.num_parameters() < 1.2e6
+    assert model.config.vocab_size == len(tokenizer)
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert model.generation_config.pad_token_id == tokenizer.pad_token_id != tokenizer.eos_token_id
+
+
+def test_training_record() -> None:
+    record = json.loads((TINY / "training.json").read_text())
+    assert record["held_out_accuracy"] >= 0.95
+    assert {"seed", "steps", "batch_size"} <= set(record["settings"])
+
+
+@pytest.mark.parametrize(
+    "text", ["What is 47 plus 85?", " two  spaces\n\ttab", "naïve café, 数学, 🎉", "\x00\x7f"]
+)
+def test_tokenizer_gives_the_bytes_and_back(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
+    ids = tokenizer(text).input_ids
+    assert ids == list(text.encode())
+    assert tokenizer.decode(ids) == text
+
+
+def test_special_tokens_are_single_ids_that_decoding_can_skip(tokenizer: PreTrainedTokenizerBase) -> None:
+    ids = tokenizer("<|im_start|>a<|im_end|>").input_ids
+    assert ids == [256, ord("a"), tokenizer.eos_token_id]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "a"
+
+
+def test_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    chat = [{"role": "system", "content": "Be exact."}, {"role": "user", "content": "Add 2 to 3."}]
+    closed = tokenizer.apply_chat_template(chat, tokenize=False)
+    assert closed == "<|im_start|>system\nBe exact.<|im_end|>\n<|im_start|>user\nAdd 2 to 3.<|im_end|>\n"
+    opened = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert opened == closed + "<|im_start|>assistant\n"
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_held_out_accuracy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    questions = build_questions(200, seed=123, split="heldout")
+    chats = [[{"role": "user", "content": question.text}] for question in questions]
+    prompt_ids = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=False)
+    batch = tokenizer.pad({"input_ids": cast(Any, prompt_ids)}, padding_side="left", return_tensors="pt")
+    sequences = model.generate(
+        batch.input_ids, attention_mask=batch.attention_mask, max_new_tokens=96, do_sample=False
+    )
+    completion_ids = sequences[:, batch.input_ids.shape[1] :]
+    assert (completion_ids == tokenizer.eos_token_id).any(dim=1).all(), "a completion did not end by itself"
+    texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+    num_correct = sum(
+        verify_answer(text, question.answer) for text, question in zip(texts, questions, strict=True)
+    )
+    assert num_correct >= 0.95 * len(questions)
