@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
+import dataclasses
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, OmegaConf
 
+from cbexp.checks import check_at_least, check_choice, check_is_set
 from cbexp.errors import ConfigError
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 INITS = ("pretrained", "random")
+BUILTIN_PREFIX = "builtin:"
 ADAPTER_KINDS = ("none", "lora")
-DATASET_KINDS = ("arithmetic", "hub", "jsonl", "synthetic")
 VERIFIERS = ("none", "arithmetic", "gsm8k", "math")
 COMPILE_MODES = (
     "auto",
@@ -31,21 +33,17 @@ SCHEDULERS = ("fifo", "prefill_first")
 BLOCK_SHARING = ("auto", "on", "off")
 TRACKING_MODES = ("auto", "online", "offline", "disabled")
 
-
-def check_choice(key: str, value: str, allowed: Iterable[str]) -> None:
-    """Raise `ConfigError` unless `value` is one of `allowed`; the message names the key and a near match."""
-    allowed = tuple(allowed)
-    if value in allowed:
-        return
-    near = difflib.get_close_matches(str(value), allowed, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise ConfigError(f"{key}={value!r} is not a choice.{hint} Allowed: {', '.join(allowed)}.")
-
-
-def check_at_least(key: str, value: float | None, minimum: float) -> None:
-    """Raise `ConfigError` when `value` is set and below `minimum`."""
-    if value is not None and value < minimum:
-        raise ConfigError(f"{key}={value} is too small: it must be at least {minimum}.")
+_CHAT_FIELDS = {"system_prompt", "chat_template", "chat_template_kwargs"}
+_ROW_FIELDS = {"path", "shuffle_seed", "prompt_field", "answer_field", "verifier"} | _CHAT_FIELDS
+_LENGTH_FIELDS = {"min_length", "max_length", "lengths_seed", "lengths_file"}
+_FIELDS_OF_ALL_KINDS = {"name", "kind", "num_prompts", "num_generations"}
+DATASET_FIELDS_BY_KIND: dict[str, set[str]] = {
+    "arithmetic": {"verifier"} | _CHAT_FIELDS,
+    "hub": {"config_name", "revision", "split"} | _ROW_FIELDS,
+    "jsonl": _ROW_FIELDS,
+    "synthetic": _LENGTH_FIELDS,
+}
+DATASET_KINDS = tuple(DATASET_FIELDS_BY_KIND)
 
 
 @dataclass
@@ -67,15 +65,29 @@ class ModelConfig:
         check_choice("model.init", self.init, INITS)
         check_choice("model.dtype", self.dtype, DTYPES)
         check_at_least("model.default_max_new_tokens", self.default_max_new_tokens, 1)
-        if self.name_or_path is None and self.init == "pretrained":
-            raise ConfigError(
-                "model.name_or_path is not set: give a hub id or a folder, as in model.name_or_path=org/name."
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise ConfigError(f"model.device={self.device} is not a device. Allowed: auto, cpu, cuda, cuda:INDEX.")
+        if self.init == "pretrained":
+            check_is_set(
+                "model.name_or_path",
+                self.name_or_path,
+                "give a hub id or a folder, as in model.name_or_path=org/name",
             )
-        if self.init == "random" and not self.architecture:
+        elif not self.architecture:
             raise ConfigError(
                 f"model.init=random needs model.architecture, and model={self.name} has none: "
                 "choose a model whose yaml describes its architecture, or write one."
             )
+        if self.revision is not None and self.is_builtin:
+            raise ConfigError(
+                f"model.revision={self.revision} has no effect: {self.name_or_path} comes with cbexp and has no "
+                "revisions. Remove it."
+            )
+
+    @property
+    def is_builtin(self) -> bool:
+        """Whether the weights come with the package (`builtin:tiny`)."""
+        return (self.name_or_path or "").startswith(BUILTIN_PREFIX)
 
 
 @dataclass
@@ -93,11 +105,18 @@ class AdapterConfig:
     def __post_init__(self) -> None:
         check_choice("adapter.kind", self.kind, ADAPTER_KINDS)
         check_at_least("adapter.rank", self.rank, 1)
+        check_at_least("adapter.alpha", self.alpha, 1)
+        if not self.target_modules:
+            raise ConfigError("adapter.target_modules=[] names no module: give at least one, as in [q_proj,v_proj].")
 
 
 @dataclass
 class DatasetConfig:
-    """Where prompts come from. `min_length`, `max_length` and `lengths_file` are prompt lengths in tokens (synthetic)."""
+    """Where prompts come from. Each kind reads the fields that `DATASET_FIELDS_BY_KIND` names, and refuses the others.
+
+    `min_length`, `max_length` and `lengths_file` (one length a line) are prompt lengths in tokens; lengths are drawn
+    from `lengths_seed`, the token ids from the root `seed`. `answer_field` is read for a verifier alone.
+    """
 
     name: str = "arithmetic"
     kind: str = "arithmetic"
@@ -116,6 +135,7 @@ class DatasetConfig:
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     min_length: int | None = None
     max_length: int | None = None
+    lengths_seed: int | None = None
     lengths_file: str | None = None
 
     def __post_init__(self) -> None:
@@ -123,6 +143,47 @@ class DatasetConfig:
         check_choice("dataset.verifier", self.verifier, VERIFIERS)
         check_at_least("dataset.num_prompts", self.num_prompts, 1)
         check_at_least("dataset.num_generations", self.num_generations, 1)
+        self._refuse_fields_of_other_kinds()
+        if self.kind == "synthetic":
+            self._check_lengths()
+        elif self.kind in ("hub", "jsonl"):
+            self._check_rows()
+
+    def _refuse_fields_of_other_kinds(self) -> None:
+        used = _FIELDS_OF_ALL_KINDS | DATASET_FIELDS_BY_KIND[self.kind]
+        idle = [key for key in _list_changed_fields(self) if key not in used]
+        if idle:
+            raise ConfigError(
+                f"dataset.{idle[0]}={getattr(self, idle[0])} has no effect with dataset={self.name} (kind {self.kind}), "
+                f"which reads: {', '.join(sorted(used - {'name', 'kind'}))}."
+            )
+
+    def _check_lengths(self) -> None:
+        if self.lengths_file is not None:
+            if not self.min_length == self.max_length == self.lengths_seed is None:
+                raise ConfigError(
+                    "dataset.lengths_file excludes min_length, max_length and lengths_seed: choose "
+                    f"dataset=synthetic_file dataset.lengths_file={self.lengths_file}."
+                )
+            return
+        example = "give a range in tokens, as in dataset.min_length=100 dataset.max_length=300, or a lengths_file"
+        check_is_set("dataset.min_length", self.min_length, example)
+        check_is_set("dataset.max_length", self.max_length, example)
+        check_at_least("dataset.min_length", self.min_length, 1)
+        check_at_least("dataset.max_length", self.max_length, self.min_length or 1)
+
+    def _check_rows(self) -> None:
+        what = "a dataset's hub id" if self.kind == "hub" else "a file with one JSON object a line"
+        check_is_set("dataset.path", self.path, f"give {what}, as in dataset.path=...")
+        check_is_set("dataset.prompt_field", self.prompt_field, "name the field that holds the prompt")
+        if self.kind == "hub":
+            check_is_set("dataset.split", self.split, "name the split, as in dataset.split=train")
+        if self.verifier != "none":
+            check_is_set(
+                "dataset.answer_field",
+                self.answer_field,
+                f"name the field that holds the answer (dataset.verifier={self.verifier} compares with it)",
+            )
 
 
 @dataclass
@@ -137,6 +198,11 @@ class SamplingConfig:
 
     def __post_init__(self) -> None:
         check_at_least("sampling.max_new_tokens", self.max_new_tokens, 1)
+        check_at_least("sampling.pad_token_id", self.pad_token_id, 0)
+        for token_id in self.eos_token_ids or []:
+            check_at_least("sampling.eos_token_ids", token_id, 0)
+        if self.eos_token_ids == []:
+            raise ConfigError("sampling.eos_token_ids=[] ends nothing: say sampling.ignore_eos=true instead.")
 
 
 @dataclass
@@ -156,10 +222,10 @@ class CacheConfig:
     def __post_init__(self) -> None:
         check_choice("cache.block_sharing", self.block_sharing, BLOCK_SHARING)
         check_choice("cache.scheduler", self.scheduler, SCHEDULERS)
-        check_at_least("cache.num_tokens", self.num_tokens, 1)
         check_at_least("cache.page_size", self.page_size, 4)
-        check_at_least("cache.max_batch_tokens", self.max_batch_tokens, 1)
+        check_at_least("cache.num_tokens", self.num_tokens, self.page_size or 1)
         check_at_least("cache.max_requests_per_batch", self.max_requests_per_batch, 1)
+        check_at_least("cache.max_batch_tokens", self.max_batch_tokens, self.max_requests_per_batch or 1)
         if not 0 < self.max_memory_fraction <= 1:
             raise ConfigError(f"cache.max_memory_fraction={self.max_memory_fraction} must be in (0, 1].")
 
@@ -201,6 +267,7 @@ class TrackingConfig:
 
     def __post_init__(self) -> None:
         check_choice("tracking.mode", self.mode, TRACKING_MODES)
+        check_is_set("tracking.project", self.project, "give the project's name, as in tracking.project=cbexp")
         check_at_least("tracking.max_logged_completions", self.max_logged_completions, 1)
 
 
@@ -211,15 +278,15 @@ class ArtifactsConfig:
     completions: str = "all"
 
     def __post_init__(self) -> None:
-        if self.completions not in ("all", "none") and not self.completions.isdigit():
-            raise ConfigError(f"artifacts.completions={self.completions!r} must be all, none or a number of rows.")
+        if self.completions not in ("all", "none") and not re.fullmatch("[0-9]+", self.completions):
+            raise ConfigError(f"artifacts.completions={self.completions} must be all, none or a number of rows.")
 
 
 @dataclass
 class ExperimentConfig:
     """One job, whole. `stats_path`: a further place for the summary, relative to the launch folder."""
 
-    model: ModelConfig = field(default_factory=lambda: ModelConfig(name_or_path="builtin:tiny"))
+    model: ModelConfig = field(default_factory=lambda: ModelConfig(name="tiny", name_or_path="builtin:tiny"))
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -236,15 +303,69 @@ class ExperimentConfig:
     dry_run: bool = False
 
     def __post_init__(self) -> None:
+        check_at_least("seed", self.seed, 0)
         check_at_least("num_warmup_rounds", self.num_warmup_rounds, 0)
         check_at_least("num_rounds", self.num_rounds, 1)
+        if not re.fullmatch(r"\w[\w.-]*", self.name):
+            raise ConfigError(
+                f"name={self.name!r} names a folder of outputs: use letters, digits, '_', '-' and '.', and start with "
+                "a letter or digit."
+            )
+        if self.has_paged_cache:
+            self._check_cache()
 
     @property
     def max_new_tokens(self) -> int:
         """The limit a request has: the sampling group's, else the model's default."""
         return self.sampling.max_new_tokens or self.model.default_max_new_tokens
 
+    @property
+    def has_paged_cache(self) -> bool:
+        """Whether the driver works on transformers' paged cache; `generate` does not."""
+        return self.driver.name != "generate"
+
+    def _check_cache(self) -> None:
+        check_at_least(
+            "cache.max_requests_per_batch (which must hold the dataset.num_generations requests of a prompt)",
+            self.cache.max_requests_per_batch,
+            self.dataset.num_generations,
+        )
+        longest_prompt = self.dataset.max_length or 1
+        check_at_least(
+            f"cache.num_tokens (which must hold a prompt and max_new_tokens={self.max_new_tokens})",
+            self.cache.num_tokens,
+            longest_prompt + self.max_new_tokens,
+        )
+
+
+@dataclass(frozen=True)
+class SweepInfo:
+    """Where a job stands in its sweep: `group` names the sweep; `num_jobs` is None when a sweeper decides as it goes."""
+
+    group: str
+    num_jobs: int | None
+    job_index: int
+
+
+def to_plain_dict(config: ExperimentConfig) -> dict[str, Any]:
+    """Return every setting as nested plain dicts and lists, ready for JSON."""
+    return dataclasses.asdict(config)
+
 
 def register_schema() -> None:
-    """Register the schema in Hydra's ConfigStore under the name that `conf/config.yaml` starts from."""
-    ConfigStore.instance().store(name="cbexp_schema", node=ExperimentConfig)
+    """Register the schema in Hydra's ConfigStore under the name that `conf/config.yaml` starts from.
+
+    What a model or dataset yaml must say itself is left open there, so that none inherits the built-in model's name.
+    """
+    schema = OmegaConf.structured(ExperimentConfig)
+    schema.model.name = schema.dataset.name = MISSING
+    schema.model.name_or_path = None
+    ConfigStore.instance().store(name="cbexp_schema", node=schema)
+
+
+def _list_changed_fields(config: DatasetConfig) -> list[str]:
+    defaults = {
+        item.name: item.default_factory() if callable(item.default_factory) else item.default
+        for item in dataclasses.fields(config)
+    }
+    return [key for key, default in defaults.items() if getattr(config, key) != default]
