@@ -20,12 +20,13 @@ from cbexp.engine.types import Completion, EngineError, StepInfo
 
 @dataclass(frozen=True, kw_only=True)
 class PeerConfig:
-    """Settings of a peer. `compile_mode` is a name of `compile.mode`; no `eos_token_ids`: requests end at their limit alone.
+    """Settings of a peer. `compile_mode` is a name of `compile.mode`; no `eos_token_ids`: limits alone end.
 
-    The fields from `page_size` on describe the manager's paged cache and batches, except `max_requests_per_batch`, which
-    is also the batch size of `generate` (None: every request in one batch). `page_size` and `max_batch_tokens` are in
-    tokens. `max_request_tokens`: prompt and new tokens of the longest request to come, which sizes the manager's block
-    table (None: the longest that cache and model admit).
+    The fields from `page_size` on describe the manager's paged cache and batches, except
+    `max_requests_per_batch`, which is also the batch size of `generate` (None: every request in one batch).
+    `page_size` and `max_batch_tokens` are in tokens. `max_request_tokens`: prompt and new tokens of the
+    longest request to come, which sizes the manager's block table (None: the longest that cache and model
+    admit).
     """
 
     max_new_tokens: int
@@ -42,11 +43,11 @@ class PeerConfig:
 
 
 class PeerDriver(ABC):
-    """A `RolloutDriver` but for `_drive`: queues checked requests, frames a drive, and knows when it is closed.
+    """A `RolloutDriver` but for `_drive`: queues checked requests, frames drives, knows when it is closed.
 
-    `model` is a transformers causal language model on one device, bare or inside a PEFT wrapper. Raises at construction:
-    `UnsupportedTransformersError`, `UnsupportedModelError`, `EngineError` for a compile mode that the peer lacks, and
-    `ValueError` for a stop or pad id outside the vocabulary.
+    `model` is a transformers causal language model on one device, bare or inside a PEFT wrapper. Raises at
+    construction: `UnsupportedTransformersError`, `UnsupportedModelError`, `EngineError` for a compile mode
+    that the peer lacks, and `ValueError` for a stop or pad id outside the vocabulary.
     """
 
     supported_compile_modes: ClassVar[tuple[str, ...]]
@@ -87,13 +88,12 @@ class PeerDriver(ABC):
 
     @property
     def partial_completions(self) -> dict[str, Completion]:
-        """After an error or an interrupt in a drive: all of its requests, the unfinished ones failed, their tokens kept."""
+        """After an error or interrupt in a drive: its requests, unfinished ones failed, their tokens kept."""
         return self._partial_completions
 
     def warmup(self) -> None:
-        """Build, compile and capture what can be before the first request."""
+        """Build, compile and capture what can be before the first request; here nothing."""
         self._check_usable("warmup")
-        self._prepare()
 
     def add_requests(
         self,
@@ -102,31 +102,31 @@ class PeerDriver(ABC):
         max_new_tokens: int | Sequence[int] | None = None,
         num_generations: int = 1,
     ) -> list[str]:
-        """Queue prompts for the next drive; returns their request ids, the generations of a prompt side by side.
+        """Queue prompts for the next drive; returns request ids, the generations of a prompt side by side.
 
-        `max_new_tokens` is one limit or one per prompt. Raises `ValueError`, naming the prompt, for anything that cannot
-        be served; nothing is queued then.
+        `max_new_tokens` is one limit or one per prompt. Raises `ValueError`, naming the prompt, for anything
+        that cannot be served; nothing is queued then.
         """
         self._check_usable("add_requests")
         if type(num_generations) is not int or num_generations < 1:
             raise ValueError(f"num_generations={num_generations!r} must be an int of at least 1.")
-        new_limits = resolve_max_new_tokens(
-            max_new_tokens, self._config.max_new_tokens, len(prompt_ids_list)
-        )
+        new_limits = resolve_max_new_tokens(max_new_tokens, self._config.max_new_tokens, len(prompt_ids_list))
         limits = self._request_limits()
         prompts = [check_prompt(i, ids, limits.vocab_size) for i, ids in enumerate(prompt_ids_list)]
         for index, (prompt, new) in enumerate(zip(prompts, new_limits, strict=True)):
             check_length(index, len(prompt), new, limits)
-        groups = [self._new_group(p, new, num_generations) for p, new in zip(prompts, new_limits, strict=True)]
+        groups = [
+            self._new_group(p, new, num_generations) for p, new in zip(prompts, new_limits, strict=True)
+        ]
         self._pending += groups
         return [request_id for group in groups for request_id in group.request_ids]
 
     def drive_until_empty(self) -> dict[str, Completion]:
-        """Run until every queued request has ended; request id -> completion in submission order, every id present.
+        """Run until every queued request has ended; request id -> completion, submission order, all present.
 
-        A request that failed or was lost is there as failed, with its error. An exception on the way, Ctrl-C too, reaches
-        the caller: the drive's requests are dropped, what they had is in `partial_completions`, and the driver is ready
-        for the next round.
+        A request that failed or was lost is there as failed, with its error. An exception on the way, Ctrl-C
+        too, reaches the caller: the drive's requests are dropped, what they had is in `partial_completions`,
+        and the driver is ready for the next round.
         """
         self._check_usable("drive_until_empty")
         groups, self._pending = self._pending, []
@@ -150,7 +150,6 @@ class PeerDriver(ABC):
             raise EngineError("close() was called inside a drive: leave drive_until_empty first.")
         self._is_closed = True
         self._pending = []
-        self._release()
 
     def __enter__(self) -> Self:
         return self
@@ -162,13 +161,7 @@ class PeerDriver(ABC):
 
     @abstractmethod
     def _drive(self, groups: list[PromptGroup], book: RequestBook) -> None:
-        """Serve `groups` and record every request in `book`; on an exception leave partial tokens in `_unfinished`."""
-
-    def _prepare(self) -> None:
-        """What `warmup` does; nothing by default."""
-
-    def _release(self) -> None:
-        """What `close` does; nothing by default."""
+        """Serve `groups` and record them in `book`; on an exception leave partial tokens in `_unfinished`."""
 
     def _request_limits(self) -> RequestLimits:
         return RequestLimits(
@@ -177,7 +170,9 @@ class PeerDriver(ABC):
             max_stored_tokens=None,
         )
 
-    def _new_group(self, prompt_ids: tuple[int, ...], max_new_tokens: int, num_generations: int) -> PromptGroup:
+    def _new_group(
+        self, prompt_ids: tuple[int, ...], max_new_tokens: int, num_generations: int
+    ) -> PromptGroup:
         first = self._num_requests
         self._num_requests += num_generations
         return PromptGroup(
@@ -190,9 +185,8 @@ class PeerDriver(ABC):
 
     def _check_compile_mode(self, mode: str) -> None:
         if mode not in self.supported_compile_modes:
-            raise EngineError(
-                f"{type(self).__name__} has no compile mode {mode!r}: use {', '.join(self.supported_compile_modes)}."
-            )
+            allowed = ", ".join(self.supported_compile_modes)
+            raise EngineError(f"{type(self).__name__} has no compile mode {mode!r}: use {allowed}.")
 
     def _check_token_ids(self) -> None:
         vocab_size = self._model.config.vocab_size
@@ -200,7 +194,7 @@ class PeerDriver(ABC):
             for token_id in ids:
                 if not 0 <= token_id < vocab_size:
                     raise ValueError(
-                        f"{name} token id {token_id} is none of this model, whose ids are 0 to {vocab_size - 1}."
+                        f"{name} token id {token_id} is not one of this model's, 0 to {vocab_size - 1}."
                     )
 
     def _check_usable(self, method: str) -> None:

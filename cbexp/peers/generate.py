@@ -30,16 +30,17 @@ class _Row:
 class GenerateDriver(PeerDriver):
     """Greedy `generate` with a dynamic cache, in eager mode; implements `RolloutDriver`.
 
-    All requests are one batch unless `max_requests_per_batch` splits them, in submission order. A batch runs to the
-    largest of its limits: tokens that a request generates past its own limit, or past its EOS, are cut and not counted.
-    The generations of a prompt are rows of their own. Of the model's own generation config nothing is used.
+    All requests are one batch unless `max_requests_per_batch` splits them, in submission order. A batch runs
+    to the largest of its limits: tokens that a request generates past its own limit, or past its EOS, are cut
+    and not counted. The generations of a prompt are rows of their own. Of the model's own generation config
+    nothing is used.
     """
 
     supported_compile_modes = SUPPORTED_COMPILE_MODES
 
     @property
     def resolved(self) -> dict[str, Any]:
-        """Settings as they run, as plain JSON values; `max_requests_per_batch` None: all requests of a drive."""
+        """Settings as they run, as plain JSON; `max_requests_per_batch` None: all requests of a drive."""
         return super().resolved | {
             "compile_mode": "eager",
             "cuda_graph": False,
@@ -75,7 +76,8 @@ class GenerateDriver(PeerDriver):
         input_ids, attention_mask = _pad_left([row.prompt_ids for row in batch], self._config.pad_token_id)
         hook = self._model.register_forward_pre_hook(watcher.on_forward)
         try:
-            output = self._model.generate(
+            model: Any = self._model
+            output = model.generate(
                 input_ids.to(self._model.device),
                 attention_mask=attention_mask.to(self._model.device),
                 generation_config=self._build_generation_config(max(row.max_new_tokens for row in batch)),
@@ -90,7 +92,7 @@ class GenerateDriver(PeerDriver):
     def _record(
         self, batch: list[_Row], ids: list[list[int]], watcher: StepWatcher, book: RequestBook
     ) -> list[int]:
-        """Enter the rows in the book, those that have not ended in `_unfinished`; returns each completion's length."""
+        """Enter rows that ended in the book, others in `_unfinished`; returns the completions' lengths."""
         times_s = watcher.step_times_s
         if not times_s:
             return []
@@ -128,7 +130,7 @@ def _pad_left(prompts: Sequence[Sequence[int]], pad_token_id: int) -> tuple[torc
 
 @contextmanager
 def _without_own_generation_config(model: PreTrainedModel) -> Iterator[None]:
-    """Put an empty generation config in place of the model's: `generate` fills every unset field from there."""
+    """Put an empty generation config in the model's place: `generate` fills every unset field from there."""
     own = model.generation_config
     model.generation_config = GenerationConfig()
     try:

@@ -1,4 +1,4 @@
-"""Sees the steps of transformers' `generate` from outside: their times, and the tokens an interrupted call leaves behind."""
+"""Sees the steps of transformers' `generate` from outside: times, and the tokens of a call cut short."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from transformers import LogitsProcessor
 from cbexp.engine.types import StepInfo
 
 
-class StepWatcher(LogitsProcessor):  # type: ignore[misc]  # transformers is untyped
-    """Watches one `generate` call: as a forward pre-hook it notes times, as a logits processor it keeps the ids so far.
+class StepWatcher(LogitsProcessor):
+    """Watches one `generate` call: as a forward pre-hook it notes times, as a logits processor it keeps ids.
 
-    Nothing here waits for the device. `generate` itself reads after each step whether every row has ended, so the next
-    forward starts on the host when the token before it is known; that start ends the step. Times are on the perf_counter
-    clock in seconds.
+    Nothing here waits for the device. `generate` itself reads after each step whether every row has ended, so
+    the next forward starts on the host when the token before it is known; that start ends the step. Times are
+    on the perf_counter clock in seconds.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class StepWatcher(LogitsProcessor):  # type: ignore[misc]  # transformers is unt
         self._boundaries_s.append(time.perf_counter())
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Keep `input_ids` (rows x ids so far, prompts included) and leave `scores` (rows x vocabulary) alone."""
+        """Keep `input_ids` (rows x ids so far, prompts too) and leave `scores` (rows x vocabulary) alone."""
         self._ids = input_ids
         return scores
 
@@ -44,7 +44,7 @@ class StepWatcher(LogitsProcessor):  # type: ignore[misc]  # transformers is unt
         return list(zip(self._boundaries_s, self._boundaries_s[1:], strict=False))
 
     def last_seen_ids(self) -> list[list[int]]:
-        """Each row's ids before the running step, prompts included; empty when no forward has returned. Waits."""
+        """Each row's ids before the running step, prompts too; empty when no forward has returned. Waits."""
         ids: list[list[int]] = [] if self._ids is None else self._ids.tolist()
         return ids
 
@@ -52,7 +52,7 @@ class StepWatcher(LogitsProcessor):  # type: ignore[misc]  # transformers is unt
 def trim_at_end(
     token_ids: Sequence[int], max_new_tokens: int, eos_token_ids: Sequence[int]
 ) -> tuple[tuple[int, ...], bool]:
-    """The tokens that count, up to the first EOS (included) or the limit, and whether the request has ended there."""
+    """The tokens that count, up to the first EOS (included) or the limit, and whether it ends there."""
     for index, token_id in enumerate(token_ids[:max_new_tokens]):
         if token_id in eos_token_ids:
             return tuple(token_ids[: index + 1]), True
@@ -67,8 +67,9 @@ def describe_steps(
 ) -> list[StepInfo]:
     """The step records of one left-padded batch, whose first step prefills.
 
-    Rows that have their last token stay in the batch until all have: they count as padding, like the left padding of the
-    prompts. `cache_used_fraction` is 0, since the cache of `generate` grows and has no size to take a share of.
+    Rows that have their last token stay in the batch until all have: they count as padding, like the left
+    padding of the prompts. `cache_used_fraction` is 0, since the cache of `generate` grows and has no size to
+    take a share of.
     """
     num_rows = len(prompt_lengths)
     steps = []

@@ -1,4 +1,4 @@
-"""The peer that feeds transformers' own continuous-batching manager, which generates on a thread of its own."""
+"""The peer that feeds transformers' own continuous-batching manager, which generates on its own thread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from cbexp.peers.base import PeerConfig, PeerDriver
 from cbexp.peers.manager_settings import (
     SUPPORTED_COMPILE_MODES,
     build_batching_config,
-    describe_batching_config,
     resolve_compile_mode,
 )
 
@@ -27,11 +26,13 @@ __all__ = ["SUPPORTED_COMPILE_MODES", "ManagerDriver", "resolve_compile_mode"]
 class ManagerDriver(PeerDriver):
     """Transformers' threaded manager with its best settings, greedy; implements `RolloutDriver`.
 
-    One manager stays started over all drives, cache, compiled code and graphs warm; between drives its thread idles and
-    the model is as the caller left it. `warmup` (or the first `add_requests`) builds it. After an error or Ctrl-C it is
-    stopped, and the next round builds a new one. See `manager_settings` for what the compile modes mean.
+    One manager stays started over all drives, cache, compiled code and graphs warm; between drives its thread
+    idles and the model is as the caller left it. `warmup` (or the first `add_requests`) builds it. After an
+    error or Ctrl-C it is stopped, and the next round builds a new one. See `manager_settings` for what the
+    compile modes mean.
 
-    Raises at construction, besides what every peer raises, `EngineError` for captures on a device without CUDA.
+    Raises at construction, besides what every peer raises, `EngineError` for captures on a device without
+    CUDA.
     """
 
     supported_compile_modes = SUPPORTED_COMPILE_MODES
@@ -45,25 +46,26 @@ class ManagerDriver(PeerDriver):
         self._attention = self._model.config._attn_implementation
         self._compile_mode = resolve_compile_mode(config.compile_mode, self._attention, self._model.device)
         self._session: ManagerSession | None = self._build_session()
-        self._settings = self._session.batching_config
 
     @property
     def resolved(self) -> dict[str, Any]:
-        """Settings as upstream has resolved them, as plain JSON values; the cache's are final once it is built."""
-        described = super().resolved | describe_batching_config(self._settings)
-        described["compile_mode"] = self._compile_mode
-        described["attn_implementation"] = "paged|eager" if self._attention == "eager" else self._attention
-        if self._session is not None:
-            described["safety_margin"] = self._session.safety_margin
-        return described
+        """Settings as upstream has resolved them, as plain JSON values; final once the cache is built."""
+        attention = "paged|eager" if self._attention == "eager" else self._attention
+        return (
+            super().resolved
+            | self._described
+            | {"compile_mode": self._compile_mode, "attn_implementation": attention}
+        )
 
-    def _prepare(self) -> None:
+    def warmup(self) -> None:
+        """Build the cache, compile and capture, and start the thread."""
+        super().warmup()
         self._started_session()
 
-    def _release(self) -> None:
-        if self._session is not None:
-            self._session = None
-            self._stop_session()
+    def close(self) -> None:
+        """Stop and join the thread, free cache and graphs; the model is already as it was. Safe to repeat."""
+        super().close()
+        self._drop_session()
 
     def _request_limits(self) -> RequestLimits:
         limits = super()._request_limits()
@@ -74,23 +76,29 @@ class ManagerDriver(PeerDriver):
         with session.lent():
             try:
                 session.submit_round(groups)
+                self._described = session.describe()
                 self._collect(session, sum(len(group.request_ids) for group in groups), book)
             except BaseException:
-                self._release()
+                self._drop_session()
                 self._keep_leftovers(session, book)
                 raise
 
     def _started_session(self) -> ManagerSession:
         if self._session is None:
             self._session = self._build_session()
-            self._settings = self._session.batching_config
         if not self._session.is_started:
             try:
                 self._session.start()
             except BaseException:
-                self._release()
+                self._drop_session()
                 raise
+            self._described = self._session.describe()
         return self._session
+
+    def _drop_session(self) -> None:
+        if self._session is not None:
+            self._session = None
+            self._stop_session()
 
     def _build_session(self) -> ManagerSession:
         from cbexp.peers.manager_session import ManagerSession
@@ -106,8 +114,9 @@ class ManagerDriver(PeerDriver):
             ),
             build_batching_config(self._config, self._model.config, self._model.device),
         )
-        # Called by `_release`, and for a driver that is dropped without close().
+        # Called by `_drop_session`, and for a driver that is dropped without close().
         self._stop_session = weakref.finalize(self, session.stop)
+        self._described = session.describe()
         return session
 
     def _collect(self, session: ManagerSession, num_requests: int, book: RequestBook) -> None:
@@ -130,7 +139,7 @@ class ManagerDriver(PeerDriver):
 
 
 def _record(request_id: str, output: Any, book: RequestBook) -> None:
-    """Enter upstream's `GenerationOutput` in the book. After an eviction upstream no longer knows when a request began."""
+    """Enter upstream's `GenerationOutput` in the book; after an eviction its first times are unknown."""
     if len(output.timestamps) == len(output.generated_tokens):
         if output.lifespan[0] >= 0:
             book.mark_scheduled([request_id], output.lifespan[0])

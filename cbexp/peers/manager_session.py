@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-import traceback
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
-import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from cbexp.engine.borrow import borrowed_for_inference
 from cbexp.engine.cb_internals import (
     child_id,
     infer_max_single_request_tokens,
@@ -22,23 +18,26 @@ from cbexp.engine.cb_internals import (
 from cbexp.engine.request_book import PromptGroup
 from cbexp.engine.sizing import choose_safety_margin, count_blocks_needed
 from cbexp.engine.types import CacheMemoryError, EngineError, UnsupportedModelError
+from cbexp.peers.exit_guard import StopsAtExit
+from cbexp.peers.lending import borrowed, clear_frames, kept_random_state
+from cbexp.peers.manager_settings import describe_batching_config
 
-# How long to wait for an output before looking whether the thread is alive and busy; an output itself wakes at once.
+# How long to wait for an output before looking whether the thread is alive and busy; an output wakes at once.
 POLL_S = 0.2
 
 
 def require_manageable(config: PreTrainedConfig) -> None:
-    """Raise `UnsupportedModelError` unless upstream's manager computes this model's attention, and all of it."""
+    """Raise `UnsupportedModelError` unless upstream's manager computes all of this model's attention."""
     require_paged_attention(config)
     if config._attn_implementation == "eager" and getattr(config, "attn_logit_softcapping", None) is not None:
         raise UnsupportedModelError(
-            f"{config.model_type} cannot be driven by the manager with attn_implementation='eager': upstream's paged eager "
-            "attention leaves out the soft cap of the attention logits."
+            f"{config.model_type} cannot be driven by the manager with attn_implementation='eager': its "
+            "paged eager attention leaves out the soft cap of the attention logits."
         )
 
 
-class ManagerSession:
-    """A manager whose thread is fed from the caller's. `start` builds cache and captures; nothing restarts a stopped one.
+class ManagerSession(StopsAtExit):
+    """A manager whose thread is fed from the caller's. `start` builds cache and captures; a stopped one ends.
 
     Raises at construction `EngineError` when the model carries somebody else's cached manager.
     """
@@ -53,8 +52,9 @@ class ManagerSession:
         self._callers: dict[str, str] = {}
         self.is_started = False
         self.safety_margin = batching_config.safety_margin
-        with _borrowed(model):
-            self._manager = model.init_continuous_batching(
+        starter: Any = model
+        with borrowed(model):
+            self._manager = starter.init_continuous_batching(
                 generation_config=generation_config, continuous_batching_config=batching_config
             )
         if self._manager.generation_config is not generation_config:
@@ -68,6 +68,14 @@ class ManagerSession:
         """Upstream's settings as resolved; the cache's are final once started."""
         config: ContinuousBatchingConfig = self._manager.continuous_batching_config
         return config
+
+    def describe(self) -> dict[str, Any]:
+        """Settings as upstream runs them, as plain JSON values; those of the cache once started."""
+        described = describe_batching_config(self.batching_config) | {"safety_margin": self.safety_margin}
+        if self.is_started:
+            described["block_sharing"] = self.shares_blocks
+            described["max_request_tokens"] = self.max_request_tokens
+        return described
 
     @property
     def max_request_tokens(self) -> int:
@@ -85,35 +93,36 @@ class ManagerSession:
         Raises `CacheMemoryError` when cache and buffers do not fit in the free memory.
         """
         try:
-            with self.lent(), _kept_random_state():
+            with self.lent(), kept_random_state():
                 self._manager.warmup()
         except BaseException as error:
             self._manager.batch_processor = None
-            _clear_frames(error)
+            clear_frames(error)
             if isinstance(error, MemoryError):
                 raise self._cache_memory_error(error) from error
             raise
-        _stop_when_main_thread_ends(self)
+        self.stop_at_exit()
         self._manager.start()
         self.is_started = True
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Give upstream the model for the body: eval mode, no gradients, paged attention; and take it back as it was."""
-        with _borrowed(self._model):
+        """Give upstream the model for the body: eval mode, no gradients, paged attention; and take it."""
+        with borrowed(self._model):
             self._manager.switch_to_cb_friendly_attn(self._model, auto_switch_to_flash=False)
             yield
 
     def submit_round(self, groups: list[PromptGroup]) -> None:
-        """Queue a drive's prompts. Keys and values kept for prefix matches go first: the weights may have changed.
+        """Queue a drive's prompts, after dropping what is kept for prefix matches: weights may have changed.
 
-        With block sharing the prompts go in sorted, as upstream's own `add_requests` does for the sake of its prefix cache.
+        With block sharing the prompts go in sorted, as upstream's own `add_requests` does for the sake of its
+        prefix cache.
         """
         self._callers.clear()
         blocks_needed = count_blocks_needed(
             groups, self.batching_config.page_size, sector_slack_blocks(self._model.config)
         )
-        self.safety_margin = choose_safety_margin(blocks_needed, self.batching_config.num_blocks)
+        self.safety_margin = choose_safety_margin(blocks_needed, int(self._processor.cache.num_blocks))
         with self._manager.pause():
             self._processor.scheduler.safety_margin = self.safety_margin
             self._processor.cache.evict_cached_blocks()
@@ -123,7 +132,7 @@ class ManagerSession:
             self._submit(group)
 
     def next_output(self) -> tuple[str, Any] | None:
-        """Wait for a request to end; its id and upstream's `GenerationOutput`, None when upstream has nothing left to do.
+        """Wait for a request to end; its id and upstream's `GenerationOutput`, None when upstream is idle.
 
         Raises `EngineError` when the thread has died.
         """
@@ -145,21 +154,22 @@ class ManagerSession:
             return
         self.stop()
         cause = status.fatal_error
-        raise EngineError(f"transformers' generation thread died: {cause}") from cause
+        reason = "it was stopped from outside" if cause is None else cause
+        raise EngineError(f"transformers' generation thread died: {reason}") from cause
 
     def stop(self) -> None:
-        """Stop and join the thread, and drop cache and graphs. A step that runs, or a compilation, ends first."""
-        _unguard(self)
+        """Stop and join the thread, drop cache and graphs. A step that runs, or a compilation, ends first."""
+        self.forget_exit()
         if not self.is_started:
             return
         self.is_started = False
-        with _borrowed(self._model):
+        with borrowed(self._model):
             self._manager.stop(block=True, hard_stop=True)
             self._manager.destroy()
-        _clear_frames(self._manager.background_thread_status.fatal_error)
+        clear_frames(self._manager.background_thread_status.fatal_error)
 
     def take_outputs(self) -> list[tuple[str, Any]]:
-        """What a stopped session has left: the requests that had ended, and the others as failed, tokens kept."""
+        """What a stopped session has left: requests that had ended, and the others as failed, tokens kept."""
         outputs = []
         while (output := self._manager.get_result(timeout=0)) is not None:
             outputs.append((self._callers[output.request_id], output))
@@ -170,7 +180,7 @@ class ManagerSession:
         return self._manager.batch_processor
 
     def _submit(self, group: PromptGroup) -> None:
-        """Queue a prompt's generations: one request that upstream forks, or one each where forking would break it."""
+        """Queue a prompt's generations: one request that upstream forks, or one each where it cannot fork."""
         num_forks = len(group.request_ids) - 1 if self._can_fork(group) else 0
         parents, forks = group.request_ids[: len(group.request_ids) - num_forks], group.request_ids[1:]
         self._manager.num_return_sequences = 1 + num_forks
@@ -187,9 +197,10 @@ class ManagerSession:
             self._callers[child_id(parents[0], index)] = forks[index]
 
     def _can_fork(self, group: PromptGroup) -> bool:
-        """A parent keeps its last prompt token for its forks; a batch of parents with nothing else to run fails upstream.
+        """Whether the prompt, less its last token, leaves the parent something to run before it is forked.
 
-        That is a prompt of one token, or one whose last token follows on a shared block.
+        It does not with one token, or when the last one follows on a shared block; upstream fails on a batch
+        in which nothing runs.
         """
         num_before_last = len(group.prompt_ids) - 1
         if self.shares_blocks:
@@ -200,64 +211,6 @@ class ManagerSession:
         config = self.batching_config
         return CacheMemoryError(
             f"A KV cache of {config.num_blocks} blocks of {config.page_size} tokens, with buffers for "
-            f"{config.max_batch_tokens} batch tokens, does not fit in {config.max_memory_percent:.0%} of the free memory: "
-            f"lower num_blocks, max_batch_tokens or max_requests_per_batch ({error})."
+            f"{config.max_batch_tokens} batch tokens, does not fit in {config.max_memory_percent:.0%} of the "
+            f"free memory: lower num_blocks, max_batch_tokens or max_requests_per_batch ({error})."
         )
-
-
-_started: set[ManagerSession] = set()
-_guard_lock = threading.Lock()
-_guard: threading.Thread | None = None
-
-
-def _stop_when_main_thread_ends(session: ManagerSession) -> None:
-    """Upstream's thread is no daemon and runs until told: a forgotten session would keep the interpreter from exiting."""
-    global _guard
-    with _guard_lock:
-        _started.add(session)
-        if _guard is None:
-            _guard = threading.Thread(target=_stop_forgotten_sessions, name="cbexp-manager-guard")
-            _guard.start()
-
-
-def _stop_forgotten_sessions() -> None:
-    threading.main_thread().join()
-    for session in list(_started):
-        session.stop()
-
-
-def _unguard(session: ManagerSession) -> None:
-    _started.discard(session)
-
-
-@contextmanager
-def _borrowed(model: PreTrainedModel) -> Iterator[None]:
-    """Borrow the model, make its device current (upstream measures that one's memory), restore its attention setting."""
-    attention = model.config._attn_implementation
-    with ExitStack() as stack:
-        stack.enter_context(borrowed_for_inference(model, model.device))
-        if model.device.type == "cuda":
-            stack.enter_context(torch.cuda.device(model.device))
-        try:
-            yield
-        finally:
-            if model.config._attn_implementation != attention:
-                model.set_attn_implementation(attention)
-
-
-@contextmanager
-def _kept_random_state() -> Iterator[None]:
-    """Upstream seeds torch's global generators when it builds a processor."""
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(devices=devices):
-        yield
-
-
-def _clear_frames(error: BaseException | None) -> None:
-    """Drop the locals of an error's frames, its lines stay readable.
-
-    They hold the processor, whose `__del__` prints a traceback of its own when it runs at interpreter exit.
-    """
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__

@@ -1,20 +1,20 @@
-"""Translates a peer's settings into transformers' own `ContinuousBatchingConfig`, with nothing left for it to choose.
+"""Translates a peer's settings into transformers' own `ContinuousBatchingConfig`, with nothing left open.
 
 What each compile mode means here (level: upstream's `default_compile_level`):
 
-| compile mode               | upstream's settings                                                              |
-|----------------------------|----------------------------------------------------------------------------------|
-| auto                       | cuda_graph with flash attention on CUDA, else eager: what upstream recommends    |
-| eager                      | nothing compiled or captured                                                     |
-| default                    | level 1: mode "default", dynamic shapes                                          |
-| max_autotune_no_cudagraphs | level 2: mode "max-autotune-no-cudagraphs", dynamic shapes                       |
-| reduce_overhead            | a `CompileConfig` of that mode; upstream warns that it works badly               |
-| max_autotune               | a `CompileConfig` of that mode; upstream warns that it works badly               |
-| cuda_graph                 | upstream's own captures                                                          |
-| compiled_cuda_graph        | level 1 and upstream's own captures                                              |
+| compile mode               | upstream's settings                                                          |
+|----------------------------|------------------------------------------------------------------------------|
+| auto                       | cuda_graph with flash attention on CUDA, else eager: upstream's own advice   |
+| eager                      | nothing compiled or captured                                                 |
+| default                    | level 1: mode "default", dynamic shapes                                      |
+| max_autotune_no_cudagraphs | level 2: mode "max-autotune-no-cudagraphs", dynamic shapes                   |
+| reduce_overhead            | a `CompileConfig` of that mode; upstream warns that it works badly           |
+| max_autotune               | a `CompileConfig` of that mode; upstream warns that it works badly           |
+| cuda_graph                 | upstream's own captures                                                      |
+| compiled_cuda_graph        | level 1 and upstream's own captures                                          |
 
-Asynchronous batching goes with captures where no attention mask is needed (flash attention), as upstream recommends; the
-decode fast path goes with FlashAttention 2 or 3 on CUDA in every mode.
+Asynchronous batching goes with captures where no attention mask is needed (flash attention), as upstream
+recommends; the decode fast path goes with FlashAttention 2 or 3 on CUDA in every mode.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ SUPPORTED_COMPILE_MODES = ("auto", *_COMPILE_CHOICES)
 
 
 def resolve_compile_mode(mode: str, attn_implementation: str, device: torch.device) -> str:
-    """What `auto` is for the manager; any other mode is itself. Raises `EngineError` when `device` cannot run it."""
+    """What `auto` is for the manager, any other mode itself; `EngineError` when `device` cannot run it."""
     if mode == "auto":
         is_flash = is_flash_attention_requested(requested_attention_implementation=attn_implementation)
         return "cuda_graph" if is_flash and device.type == "cuda" else "eager"
@@ -76,7 +76,7 @@ def resolve_compile_mode(mode: str, attn_implementation: str, device: torch.devi
 def build_batching_config(
     config: PeerConfig, model_config: PreTrainedConfig, device: torch.device
 ) -> ContinuousBatchingConfig:
-    """Upstream's settings for a model with `model_config` on `device`. Raises as `resolve_compile_mode` does."""
+    """Upstream's settings for a model with `model_config` on `device`; raises as `resolve_compile_mode`."""
     mode = resolve_compile_mode(config.compile_mode, model_config._attn_implementation, device)
     choice = _COMPILE_CHOICES[mode]
     block_table_width = _block_table_width(config, model_config, device)
@@ -113,7 +113,7 @@ def describe_batching_config(config: ContinuousBatchingConfig) -> dict[str, Any]
         "max_batch_tokens": config.max_batch_tokens,
         "max_requests_per_batch": config.max_requests_per_batch,
         "max_blocks_per_request": config.max_blocks_per_request,
-        "decode_fast_path": config.max_blocks_per_request > 0,
+        "decode_fast_path": bool(config.max_blocks_per_request),
         "block_sharing": config.allow_block_sharing,
         "scheduler": config.scheduler_type,
         "async_batching": config.use_async_batching,
@@ -132,7 +132,9 @@ def describe_batching_config(config: ContinuousBatchingConfig) -> dict[str, Any]
 
 
 def _describe_compile(config: CompileConfig | None) -> dict[str, Any] | None:
-    return None if config is None else {"mode": config.mode, "dynamic": config.dynamic, "fullgraph": config.fullgraph}
+    if config is None:
+        return None
+    return {"mode": config.mode, "dynamic": config.dynamic, "fullgraph": config.fullgraph}
 
 
 def _max_requests_per_batch(config: PeerConfig) -> int:
@@ -143,16 +145,17 @@ def _max_requests_per_batch(config: PeerConfig) -> int:
 
 
 def _block_table_width(config: PeerConfig, model_config: PreTrainedConfig, device: torch.device) -> int:
-    """Blocks of the longest request, rounded as upstream does from its own hints; 0 turns the decode fast path off.
+    """Blocks of the longest request, rounded as upstream rounds its hints; 0: no decode fast path.
 
-    The path takes FlashAttention 2 or 3 on CUDA and no sliding window. A wider table than needed slows it down: the
-    kernel plans its splits for the table's full width.
+    The path takes FlashAttention 2 or 3 on CUDA and no sliding window. A wider table than needed slows it
+    down: the kernel plans its splits for the table's full width.
     """
     has_kernel = device.type == "cuda" and is_flash_attention_requested(model_config, version=[2, 3])
     if not has_kernel or _has_sliding_window(model_config):
         return 0
     cache_tokens = config.num_blocks * config.page_size
-    longest = config.max_request_tokens or getattr(model_config, "max_position_embeddings", None) or cache_tokens
+    max_positions = getattr(model_config, "max_position_embeddings", None)
+    longest = config.max_request_tokens or max_positions or cache_tokens
     width = math.ceil(min(longest, cache_tokens) / config.page_size) + 1
     return width + width % 2
 
