@@ -27,3 +27,7 @@ class ResultsError(CbexpError):
 
 class MemoryBudgetError(CbexpError):
     """The model and cache asked for do not fit, or memory ran out while running."""
+
+
+class RequestsFailedError(CbexpError):
+    """Requests failed or went missing in a round, so that its figures would not be of equal work."""
