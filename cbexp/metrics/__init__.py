@@ -1,0 +1,47 @@
+"""Pure functions and records that turn times and completions into numbers: request, step, round, run."""
+
+from cbexp.metrics.facts import RunFacts, workload_hash
+from cbexp.metrics.quantiles import Quantiles, Spread, median, percentile, spread, spread_of_rate
+from cbexp.metrics.records import (
+    FINISHED_REASONS,
+    LOST,
+    MemoryUse,
+    RequestRecord,
+    RoundRecord,
+    StepRecord,
+    StepSummary,
+)
+from cbexp.metrics.requests import digest_completions, digest_ids, summarize_completions, summarize_requests
+from cbexp.metrics.roofline import RooflineInputs, mean_decode_context, roofline_fraction
+from cbexp.metrics.rounds import summarize_round
+from cbexp.metrics.run import summarize_run
+from cbexp.metrics.steps import summarize_step_records, summarize_steps
+
+__all__ = [
+    "FINISHED_REASONS",
+    "LOST",
+    "MemoryUse",
+    "Quantiles",
+    "RequestRecord",
+    "RooflineInputs",
+    "RoundRecord",
+    "RunFacts",
+    "Spread",
+    "StepRecord",
+    "StepSummary",
+    "digest_completions",
+    "digest_ids",
+    "mean_decode_context",
+    "median",
+    "percentile",
+    "roofline_fraction",
+    "spread",
+    "spread_of_rate",
+    "summarize_completions",
+    "summarize_requests",
+    "summarize_round",
+    "summarize_run",
+    "summarize_step_records",
+    "summarize_steps",
+    "workload_hash",
+]
