@@ -48,11 +48,13 @@ def summarize_run(
         peak_memory_gb: the largest peak of allocated device memory in 10^9 bytes; None without a GPU.
 
     Raises:
-        ValueError: there is no timed round.
+        ValueError: there is no timed round, or two rounds have the same index.
     """
     timed = [record for record in rounds if not record.is_warmup]
     if not timed:
         raise ValueError("a run without a timed round has no summary")
+    if len({record.round_index for record in rounds}) < len(rounds):
+        raise ValueError("two rounds have the same round_index, so that their requests cannot be told apart")
     timed_indices = {record.round_index for record in timed}
     timed_requests = [request for request in requests if request.round_index in timed_indices]
     return {

@@ -1,0 +1,481 @@
+"""Every formula of the records with numbers worked by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from cbexp import metrics
+from cbexp.engine.types import Completion, FinishReason, RequestTimings, StepInfo, StepKind
+from cbexp.metrics import MemoryUse, RequestRecord, RoundRecord, RunFacts
+
+FACTS = RunFacts(
+    name="default",
+    model="tiny",
+    dataset="arithmetic",
+    backend="sync",
+    device="cpu",
+    dtype="float32",
+    compile_mode="eager",
+    attn_impl="paged|sdpa",
+    lora_adapter=None,
+    num_prompts=2,
+    num_generations=1,
+    max_new_tokens=4,
+    is_fixed_length=False,
+    workload_hash="abc",
+)
+
+
+def completion(
+    request_id: str = "req_0",
+    prompt_ids: tuple[int, ...] = (1, 2, 3),
+    ids: tuple[int, ...] = (5, 6, 7, 8),
+    reason: FinishReason = "eos",
+    times: tuple[float, float | None, float | None, float | None] = (10.0, 10.5, 11.0, 14.0),
+    error: str | None = None,
+) -> Completion:
+    return Completion(request_id, prompt_ids, ids, reason, RequestTimings(*times), error)
+
+
+def step(
+    kind: StepKind, start_s: float, end_s: float, num_requests: int = 2, num_tokens: int = 2, **changes: float
+) -> StepInfo:
+    info = StepInfo(kind, 1, num_requests, num_tokens, 0, None, start_s, end_s, 0, 0, 0.5)
+    return dataclasses.replace(info, **changes)
+
+
+def one_request(**changes: object) -> RequestRecord:
+    record = metrics.summarize_requests(0, {"req_0": completion()}, ["req_0"], [True])[0]
+    return dataclasses.replace(record, **changes)
+
+
+def one_round(index: int, wall_s: float, requests: list[RequestRecord], **options: object) -> RoundRecord:
+    numbered = [dataclasses.replace(request, round_index=index) for request in requests]
+    is_warmup, steps, memory = (options.get(key) for key in ("is_warmup", "steps", "memory"))
+    return metrics.summarize_round(
+        index, bool(is_warmup), 100.0, 100.0 + wall_s, numbered, steps or [], memory
+    )
+
+
+def one_run(
+    rounds: list[RoundRecord], requests: list[RequestRecord], facts: RunFacts = FACTS, roofline=None
+) -> dict:
+    numbered = [
+        dataclasses.replace(request, round_index=record.round_index)
+        for record in rounds
+        for request in requests
+    ]
+    return metrics.summarize_run(
+        facts, rounds, numbered, {"load": 1.5, "warmup": 2.0}, roofline, ["be careful"]
+    )
+
+
+# Percentiles and spreads
+
+
+@pytest.mark.parametrize(
+    ("percent", "expected"), [(0, 10.0), (25, 20.0), (50, 30.0), (90, 46.0), (99, 49.6), (100, 50.0)]
+)
+def test_percentile_interpolates_between_the_nearest_ranks(percent, expected):
+    assert metrics.percentile([50.0, 10.0, 40.0, 20.0, 30.0], percent) == pytest.approx(expected)
+
+
+def test_percentile_of_one_value_is_that_value():
+    assert metrics.percentile([7.0], 99) == 7.0
+
+
+@pytest.mark.parametrize(("values", "percent"), [([], 50), ([1.0], -1), ([1.0], 101)])
+def test_percentile_refuses_what_has_none(values, percent):
+    with pytest.raises(ValueError, match="percent"):
+        metrics.percentile(values, percent)
+
+
+def test_median_of_an_even_number_is_the_mean_of_the_middle_two():
+    assert metrics.median([8.0, 1.0, 2.0, 4.0]) == 3.0
+    assert metrics.median([9.0, 1.0, 2.0]) == 2.0
+
+
+def test_spread_has_the_range_and_its_relative_half():
+    spread = metrics.spread([10.0, 12.0, 9.0])
+    assert (spread.median, spread.min, spread.max) == (10.0, 9.0, 12.0)
+    assert spread.relative_half_range == pytest.approx((12 - 9) / 2 / 10)
+
+
+def test_spread_of_equal_values_is_zero_even_around_zero():
+    assert metrics.spread([0.0, 0.0]).relative_half_range == 0
+
+
+def test_rate_is_that_of_the_median_round_by_wall_time():
+    spread = metrics.spread_of_rate([100, 90, 120], [2.0, 1.0, 4.0])
+    assert (spread.median, spread.min, spread.max) == (50.0, 30.0, 90.0)
+    assert spread.relative_half_range == pytest.approx((90 - 30) / 2 / 50)
+
+
+def test_rate_of_an_even_number_of_rounds_takes_the_middle_two_together():
+    assert metrics.spread_of_rate([100, 100, 100, 100], [1.0, 4.0, 3.0, 9.0]).median == pytest.approx(200 / 7)
+
+
+# Requests
+
+
+def test_request_times_count_from_submission():
+    record = one_request()
+    assert (record.queue_s, record.ttft_s, record.latency_s) == (0.5, 1.0, 4.0)
+    assert record.tpot_s == pytest.approx((4.0 - 1.0) / 3)
+    assert (record.num_prompt_tokens, record.num_tokens, record.verdict) == (3, 4, True)
+
+
+def test_single_token_has_no_time_per_output_token():
+    record = metrics.summarize_requests(0, {"r": completion(ids=(5,))}, ["r"], [None])[0]
+    assert record.tpot_s is None
+    assert record.latency_s == 4.0
+
+
+def test_request_that_was_never_scheduled_has_no_times():
+    failed = completion(ids=(), reason="failed", times=(10.0, None, None, None), error="no room")
+    record = metrics.summarize_requests(0, {"r": failed}, ["r"], [None])[0]
+    assert (record.queue_s, record.ttft_s, record.tpot_s, record.latency_s) == (None, None, None, None)
+    assert (record.finish_reason, record.error, record.is_finished) == ("failed", "no room", False)
+
+
+def test_missing_completion_is_recorded_as_lost_in_its_place():
+    records = metrics.summarize_requests(3, {"b": completion("b")}, ["a", "b"], [None, False])
+    assert [(record.request_id, record.finish_reason) for record in records] == [("a", "lost"), ("b", "eos")]
+    assert records[0].error == "no completion came back"
+    assert {record.round_index for record in records} == {3}
+
+
+def test_verdicts_must_be_parallel_and_completions_known():
+    with pytest.raises(ValueError, match="zip"):
+        metrics.summarize_requests(0, {}, ["a", "b"], [None])
+    with pytest.raises(ValueError, match="not submitted: x"):
+        metrics.summarize_requests(0, {"x": completion("x")}, ["a"], [None])
+
+
+def test_completion_rows_hold_what_came_back_in_order():
+    rows = metrics.summarize_completions(
+        1, {"b": completion("b", ids=(9,))}, ["a", "b"], [None, "nine"], [None, True]
+    )
+    assert rows == [
+        {
+            "round_index": 1,
+            "request_id": "b",
+            "finish_reason": "eos",
+            "verdict": True,
+            "text": "nine",
+            "completion_ids": [9],
+            "prompt_ids": [1, 2, 3],
+        }
+    ]
+
+
+def test_digest_depends_on_ids_order_and_reason():
+    a, b = one_request(), one_request(completion_digest=metrics.digest_ids([5, 67, 8]))
+    assert metrics.digest_ids([5, 6, 7]) != metrics.digest_ids([5, 67])
+    assert metrics.digest_ids([]) == "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+    digests = {
+        metrics.digest_completions(requests)
+        for requests in ([a, b], [b, a], [a], [a, dataclasses.replace(b, finish_reason="length")])
+    }
+    assert len(digests) == 4
+    assert metrics.digest_completions([a, b]) == metrics.digest_completions([a, b])
+
+
+# Steps
+
+
+def test_step_record_counts_from_the_start_of_the_round():
+    records = metrics.summarize_step_records(2, 100.0, [step("decode", 100.5, 101.25, num_finished=1)])
+    assert len(records) == 1
+    record = records[0].to_dict()
+    assert (record["round_index"], record["step_index"], record["kind"]) == (2, 0, "decode")
+    assert (record["start_s"], record["duration_s"], record["num_finished"]) == (0.5, 0.75, 1)
+
+
+def test_shares_of_time_add_up_to_the_wall_time():
+    steps = [step("prefill", 0.0, 1.0), step("mixed", 1.0, 1.5), step("decode", 2.0, 7.0)]
+    summary = metrics.summarize_steps(steps, wall_s=10.0)
+    assert (summary.prefill_share, summary.mixed_share, summary.decode_share) == (0.1, 0.05, 0.5)
+    assert summary.outside_steps_share == pytest.approx(0.35)
+
+
+def test_decode_step_times_count_each_step_of_a_burst():
+    steps = [step("prefill", 0.0, 9.0), step("decode", 0.0, 1.0), step("decode", 0.0, 1.5, num_steps=3)]
+    times = metrics.summarize_steps(steps, wall_s=20.0).decode_step_s
+    assert (times.mean, times.p50, times.min, times.max) == (0.625, 0.5, 0.5, 1.0)
+    assert times.p90 == pytest.approx(0.5 + 0.5 * 0.7)
+
+
+def test_batch_occupancy_and_padding():
+    steps = [
+        step("prefill", 0.0, 1.0, num_requests=4, num_tokens=90, num_padding=10),
+        step("decode", 1.0, 2.0, num_requests=4, num_tokens=8, num_steps=2),
+        step("decode", 2.0, 3.0, num_requests=1, num_tokens=1, num_padding=3),
+    ]
+    summary = metrics.summarize_steps(steps, wall_s=3.0)
+    assert (summary.num_steps, summary.mean_batch, summary.peak_batch) == (4, 13 / 4, 4)
+    assert summary.occupancy == pytest.approx(13 / 16)
+    assert summary.mean_decode_batch == pytest.approx(3.0)
+    assert summary.padding_share == pytest.approx(13 / (99 + 13))
+
+
+def test_cache_use_is_weighed_by_time():
+    steps = [
+        step("prefill", 0.0, 1.0, cache_used_fraction=0.2),
+        step("decode", 1.0, 4.0, cache_used_fraction=0.6),
+    ]
+    summary = metrics.summarize_steps(steps, wall_s=4.0)
+    assert (summary.mean_cache_used, summary.peak_cache_used) == (pytest.approx(0.5), 0.6)
+
+
+def test_no_steps_have_no_summary_and_a_prefill_alone_has_no_decode_times():
+    assert metrics.summarize_steps([], wall_s=1.0) is None
+    summary = metrics.summarize_steps([step("prefill", 0.0, 1.0)], wall_s=1.0)
+    assert summary.decode_step_s is None
+    assert summary.mean_decode_batch is None
+
+
+# Rounds
+
+
+def test_round_counts_tokens_of_finished_completions_only():
+    completions = {
+        "a": completion("a", ids=(5, 6, 7)),
+        "b": completion("b", ids=(5,) * 5, reason="length", prompt_ids=(1,)),
+        "c": completion("c", ids=(5, 6), reason="failed", error="boom"),
+    }
+    requests = metrics.summarize_requests(0, completions, ["a", "b", "c", "d"], [True, False, None, None])
+    record = metrics.summarize_round(0, False, 100.0, 104.0, requests, [], None)
+    assert (record.num_requests, record.num_finished, record.num_failed, record.num_lost) == (4, 2, 1, 1)
+    assert record.finish_reasons == {"eos": 1, "length": 1, "failed": 1, "lost": 1}
+    assert (record.num_prompt_tokens, record.num_output_tokens, record.num_discarded_tokens) == (4, 8, 2)
+    assert (record.output_tokens_per_s, record.total_tokens_per_s, record.requests_per_s) == (2.0, 3.0, 0.5)
+    assert (record.num_judged, record.num_correct, record.accuracy) == (2, 1, 0.5)
+    assert record.steps is None
+
+
+def test_round_percentiles_are_over_finished_requests():
+    slow = one_request(ttft_s=3.0)
+    failed = one_request(ttft_s=99.0, finish_reason="failed")
+    record = one_round(0, 4.0, [one_request(), slow, failed])
+    assert (record.ttft_s.p50, record.ttft_s.max) == (2.0, 3.0)
+
+
+def test_unjudged_round_has_no_accuracy():
+    assert one_round(0, 1.0, [one_request(verdict=None)]).accuracy is None
+
+
+def test_round_without_duration_is_refused():
+    with pytest.raises(ValueError, match="not after its start"):
+        one_round(0, 0.0, [one_request()])
+
+
+def test_records_are_plain_json():
+    memory = MemoryUse(1.0, 2.0, 3.0, 4.0, 5.0)
+    record = one_round(0, 4.0, [one_request()], steps=[step("decode", 100.0, 101.0)], memory=memory)
+    read_back = json.loads(json.dumps(record.to_dict(), allow_nan=False))
+    assert read_back == record.to_dict()
+    assert read_back["steps"]["decode_step_s"]["p50"] == 1.0
+    assert read_back["memory"]["peak_reserved_gib"] == 4.0
+
+
+# Runs
+
+
+def test_summary_takes_the_median_round_and_ignores_warmup():
+    requests = [one_request(), one_request()]
+    rounds = [one_round(-1, 50.0, requests, is_warmup=True)] + [
+        one_round(index, wall_s, requests) for index, wall_s in enumerate([4.0, 1.0, 2.0])
+    ]
+    summary = one_run(rounds, requests)
+    assert (summary["num_warmup_rounds"], summary["num_rounds"]) == (1, 3)
+    assert summary["wall_times_s"] == [4.0, 1.0, 2.0]
+    assert (summary["median_wall_s"], summary["n_decoded_tokens"], summary["decode_tps"]) == (2.0, 8, 4.0)
+    assert summary["output_tokens_per_s"] == {
+        "median": 4.0, "min": 2.0, "max": 8.0, "relative_half_range": 0.75,
+    }  # fmt: skip
+    assert summary["total_tokens_per_s"]["median"] == (8 + 6) / 2
+    assert summary["requests_per_s"]["median"] == 1.0
+    assert (summary["num_requests"], summary["num_output_tokens"]) == (6, 24)
+
+
+def test_decode_tps_is_tokens_over_median_wall_of_an_even_number_of_rounds():
+    short, long = [one_request(num_tokens=3)], [one_request(num_tokens=10)]
+    rounds = [
+        one_round(0, 1.0, short),
+        one_round(1, 2.0, short),
+        one_round(2, 4.0, long),
+        one_round(3, 9.0, long),
+    ]
+    summary = metrics.summarize_run(FACTS, rounds, _numbered([short, short, long, long]), {}, None, [])
+    assert (summary["median_wall_s"], summary["n_decoded_tokens"]) == (3.0, 6.5)
+    assert summary["decode_tps"] == pytest.approx(6.5 / 3.0)
+    assert summary["output_tokens_per_s"]["median"] == pytest.approx(summary["decode_tps"])
+
+
+def test_summary_has_the_keys_that_scripts_read():
+    summary = one_run([one_round(0, 2.0, [one_request()])], [one_request()])
+    keys = {
+        "backend": "sync",
+        "compile_mode": "eager",
+        "attn_impl": "paged|sdpa",
+        "lora_adapter": None,
+        "n_prompts": 2,
+        "n_decoded_tokens": 4,
+        "wall_times_s": [2.0],
+        "median_wall_s": 2.0,
+        "decode_tps": 2.0,
+        "max_new_tokens": 4,
+        "peak_memory_gb": None,
+    }
+    assert {key: summary[key] for key in keys} == keys
+    assert summary["durations_s"] == {"load": 1.5, "warmup": 2.0}
+    assert summary["warnings"] == ["be careful"]
+    json.dumps(summary, allow_nan=False)
+
+
+def test_summary_pools_requests_and_accuracy_over_timed_rounds():
+    right, wrong = one_request(latency_s=1.0), one_request(verdict=False, latency_s=3.0)
+    rounds = [
+        one_round(-1, 1.0, [wrong], is_warmup=True),
+        one_round(0, 1.0, [right, right]),
+        one_round(1, 1.0, [right, wrong]),
+    ]
+    summary = metrics.summarize_run(FACTS, rounds, _numbered([[right, right], [right, wrong]]), {}, None, [])
+    assert (summary["num_judged"], summary["num_correct"], summary["accuracy"]) == (4, 3, 0.75)
+    assert (summary["latency_s"]["p50"], summary["latency_s"]["max"]) == (1.0, 3.0)
+    assert summary["completion_tokens"]["mean"] == 4.0
+
+
+def test_fixed_length_run_reports_short_requests():
+    requests = [one_request(num_tokens=4), one_request(num_tokens=3)]
+    record = one_round(0, 1.0, requests)
+    fixed = dataclasses.replace(FACTS, is_fixed_length=True)
+    assert one_run([record], requests, fixed)["num_short"] == 1
+    assert one_run([record], requests, fixed)["is_fixed_length"] is True
+    assert one_run([record], requests)["num_short"] is None
+
+
+def test_failures_are_counted_by_reason():
+    requests = [one_request(), one_request(finish_reason="lost"), one_request(finish_reason="failed")]
+    summary = one_run([one_round(0, 1.0, requests), one_round(1, 1.0, requests)], requests)
+    assert (summary["num_failed"], summary["num_lost"], summary["num_finished"]) == (2, 2, 2)
+    assert summary["finish_reasons"] == {"eos": 2, "length": 0, "failed": 2, "lost": 2}
+
+
+def test_identical_rounds_are_told_from_differing_ones():
+    a, b = one_request(), one_request(completion_digest=metrics.digest_ids([1]))
+    same = metrics.summarize_run(
+        FACTS,
+        [one_round(0, 1.0, [a, b]), one_round(1, 1.0, [a, b])],
+        _numbered([[a, b], [a, b]]),
+        {},
+        None,
+        [],
+    )
+    assert (same["are_rounds_identical"], same["num_differing_requests"]) == (True, 0)
+    other = metrics.summarize_run(
+        FACTS,
+        [one_round(0, 1.0, [a, b]), one_round(1, 1.0, [a, a])],
+        _numbered([[a, b], [a, a]]),
+        {},
+        None,
+        [],
+    )
+    assert (other["are_rounds_identical"], other["num_differing_requests"]) == (False, 1)
+    alone = one_run([one_round(0, 1.0, [a])], [a])
+    assert alone["are_rounds_identical"] is None
+
+
+def test_step_figures_are_medians_over_rounds():
+    requests = [one_request()]
+    rounds = [
+        one_round(
+            index, 10.0, requests, steps=[step("decode", 100.0, 100.0 + took_s, cache_used_fraction=cache)]
+        )
+        for index, (took_s, cache) in enumerate([(1.0, 0.1), (2.0, 0.9), (6.0, 0.2)])
+    ]
+    summary = one_run(rounds, requests)
+    assert summary["decode_step_s"] == {"mean": 2.0, "p50": 2.0, "p90": 2.0, "p99": 2.0}
+    assert summary["decode_share"] == pytest.approx(0.2)
+    assert summary["peak_cache_used"] == 0.9
+
+
+def test_driver_without_steps_has_no_step_figures():
+    summary = one_run([one_round(0, 1.0, [one_request()])], [one_request()])
+    assert summary["decode_step_s"] is None
+    assert summary["decode_share"] is None
+    assert summary["peak_cache_used"] is None
+
+
+def test_peak_memory_is_the_largest_of_the_timed_rounds_in_decimal_gigabytes():
+    requests = [one_request()]
+    rounds = [
+        one_round(-1, 1.0, requests, is_warmup=True, memory=MemoryUse(0, 0, 99.0, 99.0, 1.0)),
+        one_round(0, 1.0, requests, memory=MemoryUse(0, 0, 2.0, 3.0, 1.0)),
+        one_round(1, 1.0, requests, memory=MemoryUse(0, 0, 1.0, 4.0, 1.0)),
+    ]
+    summary = one_run(rounds, requests)
+    assert (summary["peak_allocated_gib"], summary["peak_reserved_gib"]) == (2.0, 4.0)
+    assert summary["peak_memory_gb"] == pytest.approx(2 * 2**30 / 1e9)
+
+
+def test_run_without_timed_round_or_with_equal_indices_is_refused():
+    record = one_round(0, 1.0, [one_request()], is_warmup=True)
+    with pytest.raises(ValueError, match="timed round"):
+        one_run([record], [])
+    with pytest.raises(ValueError, match="same round_index"):
+        one_run([record, one_round(0, 1.0, [one_request()])], [])
+
+
+# Roofline
+
+
+def test_roofline_fraction_with_worked_numbers():
+    # 8.04 GB of weights and 2.37 GB of keys and values at 4.3 TB/s take 2.42 ms: of a step of 4.84 ms, one half.
+    assert metrics.roofline_fraction(8.04e9, 2.366e9, 4.3e12, 4.84e-3) == pytest.approx(0.5, rel=1e-3)
+
+
+def test_mean_context_counts_prompt_and_tokens_so_far():
+    # Prompt 10 and 4 tokens: steps of tokens 1, 2, 3 read 11, 12, 13. Prompt 20 and 2 tokens: one step reads 21.
+    requests = [
+        one_request(num_prompt_tokens=10, num_tokens=4),
+        one_request(num_prompt_tokens=20, num_tokens=2),
+        one_request(num_prompt_tokens=99, num_tokens=1),
+    ]
+    assert metrics.mean_decode_context(requests) == pytest.approx((11 + 12 + 13 + 21) / 4)
+    assert metrics.mean_decode_context([one_request(num_tokens=1)]) is None
+
+
+def test_run_has_a_roofline_fraction_when_a_bandwidth_is_given():
+    requests = [one_request(num_prompt_tokens=10, num_tokens=4)] * 2
+    record = one_round(0, 4.0, requests, steps=[step("decode", 100.0, 103.0, num_steps=3, num_tokens=6)])
+    inputs = metrics.RooflineInputs(weight_bytes=760, kv_bytes_per_token=10, bandwidth_bytes_per_s=2000.0)
+    # A step of 1 s reads 760 + 2 requests x 12 tokens x 10 = 1000 bytes, which take 0.5 s.
+    assert one_run([record], requests, roofline=inputs)["roofline_fraction"] == pytest.approx(0.5)
+    assert one_run([record], requests)["roofline_fraction"] is None
+
+
+# Identity of the work
+
+
+def test_workload_hash_is_stable_and_sees_every_part():
+    work = ([[1, 2], [3]], 512, {"ignore_eos": True, "eos_token_ids": [0]})
+    reordered = ([(1, 2), (3,)], 512, {"eos_token_ids": [0], "ignore_eos": True})
+    assert metrics.workload_hash(*work) == metrics.workload_hash(*reordered)
+    assert metrics.workload_hash([[1]], 2, {}) == (
+        "ad3968f759cb2d105730fcae4cd1025d824a3d928f16e5872481b9c0a9a61e8e"
+    )
+    others = [([[1], [2, 3]], *work[1:]), (work[0], 511, work[2]), (work[0], 512, {"ignore_eos": False})]
+    assert metrics.workload_hash(*work) not in {metrics.workload_hash(*other) for other in others}
+
+
+def _numbered(rounds: list[list[RequestRecord]]) -> list[RequestRecord]:
+    return [
+        dataclasses.replace(request, round_index=index)
+        for index, requests in enumerate(rounds)
+        for request in requests
+    ]
