@@ -103,7 +103,7 @@ class StepSummary(Record):
 
 @dataclass(frozen=True)
 class RoundRecord(Record):
-    """One round. Warmup rounds are recorded and never counted: their index is negative, that of timed rounds starts at 0.
+    """One round. Warmup rounds are recorded and never counted; indices run on from them to the timed rounds.
 
     Tokens are counted from finished completions, prompts once a request; what failed requests generated is in
     `num_discarded_tokens` and in no throughput. `accuracy` = correct / judged, None when nothing was judged. `steps` is None

@@ -1,0 +1,216 @@
+"""The run directory: records appended round by round, a status that tells how the job ended, a summary written last."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from cbexp.config import ArtifactsConfig
+from cbexp.errors import ResultsError
+from cbexp.files import append_bytes, check_writable, describe_failure, read_jsonl, replace_text
+from cbexp.metrics import RequestRecord, RoundRecord, StepRecord
+
+__all__ = ["RunDirectory", "Status", "check_writable", "read_jsonl"]
+
+Status = Literal["running", "completed", "failed", "out_of_memory", "interrupted", "not_applicable"]
+
+SUMMARY, STATUS, TRACEBACK = "summary.json", "status.json", "traceback.txt"
+ROUNDS, REQUESTS, STEPS, COMPLETIONS = "rounds.jsonl", "requests.jsonl", "steps.jsonl", "completions.jsonl"
+WITH_TRACEBACK = ("failed", "out_of_memory")
+
+
+class RunDirectory:
+    """The files of one job. Every write is on disk when the call returns; a failed one raises `ResultsError`."""
+
+    def __init__(self, path: Path, max_completions: int | None) -> None:
+        self.path = path
+        self._max_completions = max_completions
+        self._num_rounds = 0
+        self._status: dict[str, Any] = {
+            "status": "running",
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "started_at": _now(),
+        }
+
+    @classmethod
+    def create(cls, path: Path, config: ArtifactsConfig) -> RunDirectory:
+        """Make `path` a run directory of status `running`; a folder that exists must hold no records.
+
+        Raises:
+            ResultsError: the folder holds the records of another run, finished or going on, or cannot be written.
+        """
+        directory = cls(path, _max_completions(config.completions))
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            _refuse_used(path)
+            with (path / STATUS).open(
+                "x", encoding="utf-8"
+            ) as file:  # of two runs at once, one gets the folder
+                file.write(_to_json(directory._status))
+        except OSError as error:
+            raise ResultsError(
+                f"{describe_failure(path, error)} Choose another folder with hydra.run.dir=FOLDER."
+            ) from error
+        return directory
+
+    def write_environment(self, values: Mapping[str, Any]) -> None:
+        """Write environment.json: commit, versions, hardware."""
+        self._write_json("environment.json", values)
+
+    def write_engine(self, values: Mapping[str, Any]) -> None:
+        """Write engine.json: batching, attention and compile settings as resolved."""
+        self._write_json("engine.json", values)
+
+    def append_round(
+        self,
+        record: RoundRecord,
+        requests: Sequence[RequestRecord],
+        steps: Sequence[StepRecord],
+        completions: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """Append a round's records; `completions` are rows, of which as many are kept as `artifacts.completions` says.
+
+        The round's own line comes last: where it is, the others are complete.
+        """
+        self._append(STEPS, [step.to_dict() for step in steps])
+        self.append_interrupted_round(requests, completions)
+        self._append(ROUNDS, [record.to_dict()])
+        self._num_rounds += 1
+
+    def append_interrupted_round(
+        self, requests: Sequence[RequestRecord], completions: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Append what a broken-off round had produced; it gets no line of its own in rounds.jsonl."""
+        self._append(COMPLETIONS, completions[: self._max_completions])
+        self._append(REQUESTS, [request.to_dict() for request in requests])
+
+    def write_summary(self, summary: Mapping[str, Any], stats_path: Path | None) -> None:
+        """End the job as completed: the copy at `stats_path`, the status, and summary.json as the last file of all."""
+        if stats_path is not None:
+            check_writable(stats_path)
+            self._replace(stats_path, _to_json(summary))
+        self.mark("completed")
+        self._write_json(SUMMARY, summary)
+
+    def mark(self, status: Status, error: BaseException | None = None) -> None:
+        """Set the status; of an error its class, message and, when it is a failure, a file with the traceback.
+
+        On a full disk the old status is overwritten where it lies, which takes no new space.
+
+        Raises:
+            ResultsError: not even that is possible.
+        """
+        self._status |= {"status": status, "ended_at": _now()}
+        if error is not None:
+            self._status |= {"error_class": type(error).__name__, "message": str(error)}
+        if error is not None and status in WITH_TRACEBACK:
+            self._status["traceback_file"] = self._write_traceback(error)
+        text = _to_json(self._status)
+        try:
+            replace_text(self.path / STATUS, text)
+        except OSError:
+            self._overwrite_status(text)
+
+    def size_bytes(self) -> int:
+        """Bytes of all files in the directory."""
+        return sum(
+            os.lstat(os.path.join(folder, name)).st_size
+            for folder, _, names in os.walk(self.path)
+            for name in names
+        )
+
+    def _write_json(self, name: str, values: Mapping[str, Any]) -> None:
+        self._replace(self.path / name, _to_json(values))
+
+    def _replace(self, path: Path, text: str) -> None:
+        try:
+            replace_text(path, text)
+        except OSError as error:
+            raise self._loss(path, error) from error
+
+    def _append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
+        lines = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
+        try:
+            append_bytes(self.path / name, lines.encode())
+        except OSError as error:
+            raise self._loss(self.path / name, error) from error
+
+    def _write_traceback(self, error: BaseException) -> str | None:
+        """The file's name, or None when the disk has no room for it: the status counts for more."""
+        try:
+            replace_text(self.path / TRACEBACK, "".join(traceback.format_exception(error)))
+        except OSError:
+            return None
+        return TRACEBACK
+
+    def _overwrite_status(self, text: str) -> None:
+        try:
+            with (self.path / STATUS).open("r+", encoding="utf-8") as file:
+                file.write(text)
+                file.truncate()
+        except OSError as error:
+            raise self._loss(self.path / STATUS, error) from error
+
+    def _loss(self, path: Path, error: OSError) -> ResultsError:
+        kept = f"Kept: {self._num_rounds} whole round(s) in {self.path}."
+        return ResultsError(f"{describe_failure(path, error)} {kept}")
+
+
+def _max_completions(choice: str) -> int | None:
+    """Rows kept a round; None keeps all."""
+    return {"all": None, "none": 0}[choice] if choice in ("all", "none") else int(choice)
+
+
+def _refuse_used(path: Path) -> None:
+    if (path / SUMMARY).exists():
+        raise ResultsError(
+            f"{path} holds a completed run: results are never overwritten, choose another folder."
+        )
+    used = [name for name in (STATUS, ROUNDS, REQUESTS, STEPS, COMPLETIONS) if (path / name).exists()]
+    if not used:
+        return
+    owner = _live_owner(path / STATUS)
+    if owner:
+        raise ResultsError(f"{path} belongs to a run that is going on ({owner}): choose another folder.")
+    raise ResultsError(
+        f"{path} holds the records of a run that did not complete ({', '.join(used)}): "
+        "choose another folder, or move it away."
+    )
+
+
+def _live_owner(status_path: Path) -> str | None:
+    """Who runs there, when it is a process of this host that lives, or one of another host that may."""
+    try:
+        status = json.loads(status_path.read_text(encoding="utf-8"))
+        is_running, pid, host = status["status"] == "running", status["pid"], status["host"]
+    except (OSError, ValueError, KeyError, TypeError):  # unreadable, torn, or not ours
+        return None
+    if not is_running:
+        return None
+    is_live = host != socket.gethostname() or _is_alive(pid)
+    return f"process {pid} on {host}, since {status['started_at']}" if is_live else None
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _to_json(values: Mapping[str, Any]) -> str:
+    return json.dumps(values, indent=2, allow_nan=False) + "\n"
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
