@@ -1,0 +1,173 @@
+"""What a run stands on: seeds, versions, source commit, hardware, memory measured and released."""
+
+from __future__ import annotations
+
+import gc
+import os
+import platform
+import random
+import resource
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import cbexp
+from cbexp.metrics import MemoryUse
+
+GIB = 2**30
+SUBPROCESS_TIMEOUT_S = 10
+PACKAGES = ("cbexp", "torch", "transformers", "peft", "datasets", "hydra-core", "triton", "wandb", "numpy")
+# Only these: others may hold keys and tokens.
+ENVIRONMENT_VARIABLES = (
+    "CUDA_VISIBLE_DEVICES",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "HF_HUB_OFFLINE",
+    "MKL_NUM_THREADS",
+    "NVIDIA_TF32_OVERRIDE",
+    "OMP_NUM_THREADS",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "TOKENIZERS_PARALLELISM",
+    "TORCHDYNAMO_DISABLE",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TORCH_LOGS",
+)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the global generators of Python, numpy and torch (every device)."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def collect_environment() -> dict[str, Any]:
+    """The content of environment.json: plain JSON values; None where something is not there or not known."""
+    return {
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "versions": {name: _version_of(name) for name in PACKAGES},
+        "source": describe_source(Path(cbexp.__file__).parents[1]),
+        "cpu": _describe_cpu(),
+        "cuda": _describe_cuda() if torch.cuda.is_available() else None,
+        "variables": {name: os.environ[name] for name in ENVIRONMENT_VARIABLES if name in os.environ},
+    }
+
+
+def describe_source(root: Path) -> dict[str, Any]:
+    """Commit of the source tree at `root`, and whether it differs from that; None when it is no checkout or git is missing."""
+    if not (root / ".git").exists():  # an installed package may lie inside somebody else's checkout
+        return {"commit": None, "is_dirty": None}
+    commit = _output_of("git", "-C", str(root), "rev-parse", "HEAD")
+    changes = _output_of("git", "-C", str(root), "status", "--porcelain")
+    return {"commit": commit, "is_dirty": None if changes is None else bool(changes)}
+
+
+def measure_memory(device: torch.device) -> MemoryUse:
+    """Memory in use now, and its peaks: on the device since `reset_peak_memory`, on the host since the process started."""
+    peak_host_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT_BYTES / GIB
+    if device.type != "cuda":
+        return MemoryUse(None, None, None, None, peak_host_gib)
+    return MemoryUse(
+        allocated_gib=torch.cuda.memory_allocated(device) / GIB,
+        reserved_gib=torch.cuda.memory_reserved(device) / GIB,
+        peak_allocated_gib=torch.cuda.max_memory_allocated(device) / GIB,
+        peak_reserved_gib=torch.cuda.max_memory_reserved(device) / GIB,
+        peak_host_gib=peak_host_gib,
+    )
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Start the device's peaks anew; a CPU has none to reset."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def release_memory() -> int:
+    """Drop compiled code, collect garbage, give cached blocks back, in that order; returns the device bytes still allocated."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+    return sum(torch.cuda.memory_allocated(index) for index in range(torch.cuda.device_count()))
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all that was queued; a CPU always has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+_MAXRSS_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _describe_cpu() -> dict[str, Any]:
+    return {
+        "model": _cpu_model(),
+        "num_cores": os.cpu_count(),
+        "num_usable_cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
+        "num_torch_threads": torch.get_num_threads(),
+        "memory_gib": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB,
+    }
+
+
+def _cpu_model() -> str | None:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                return value.strip()
+    return platform.processor() or None
+
+
+def _describe_cuda() -> dict[str, Any]:
+    """`host_gpus` and `processes` are of the whole machine, this process among them, as nvidia-smi prints them."""
+    drivers = _query_nvidia_smi("--query-gpu=driver_version")
+    return {
+        "runtime": torch.version.cuda,
+        "driver": drivers[0] if drivers else None,
+        "devices": [_describe_gpu(index) for index in range(torch.cuda.device_count())],
+        "host_gpus": _query_nvidia_smi("--query-gpu=index,name,memory.used,memory.total"),
+        "processes": _query_nvidia_smi("--query-compute-apps=pid,used_memory"),
+    }
+
+
+def _describe_gpu(index: int) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(index)
+    return {
+        "name": properties.name,
+        "memory_gib": properties.total_memory / GIB,
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "num_multiprocessors": properties.multi_processor_count,
+    }
+
+
+def _query_nvidia_smi(query: str) -> list[str] | None:
+    output = _output_of("nvidia-smi", query, "--format=csv,noheader")
+    return None if output is None else output.splitlines()
+
+
+def _output_of(*command: str) -> str | None:
+    """What a program prints; None when it is missing, fails or takes too long."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=SUBPROCESS_TIMEOUT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

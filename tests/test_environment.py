@@ -1,0 +1,197 @@
+"""What the environment record holds, what it must never hold, and that seeds and memory do as they say."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import weakref
+from importlib import metadata
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from cbexp import environment
+from cbexp.environment import (
+    collect_environment,
+    describe_source,
+    measure_memory,
+    release_memory,
+    reset_peak_memory,
+    seed_everything,
+    synchronize,
+)
+
+CPU = torch.device("cpu")
+
+
+def git(folder, *arguments):
+    identity = ["-c", "user.name=t", "-c", "user.email=t@t.invalid"]
+    subprocess.run(["git", "-C", folder, *identity, *arguments], check=True, capture_output=True)
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    git(tmp_path, "init", "-q")
+    (tmp_path / "file").write_text("one")
+    git(tmp_path, "add", "file")
+    git(tmp_path, "commit", "-q", "-m", "first")
+    return tmp_path
+
+
+def test_environment_is_plain_json_with_versions_and_hardware():
+    found = collect_environment()
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert found["versions"]["torch"] == metadata.version("torch")
+    assert found["versions"]["transformers"] == metadata.version("transformers")
+    assert found["python"] == sys.version.split()[0]
+    assert found["cpu"]["num_usable_cores"] >= 1
+    assert found["cpu"]["memory_gib"] > 0.1
+    assert (found["cuda"] is not None) == torch.cuda.is_available()
+
+
+def test_only_named_variables_are_recorded(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    for name in ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "a-secret-value")
+    found = collect_environment()
+    assert found["variables"]["OMP_NUM_THREADS"] == "3"
+    assert "a-secret-value" not in json.dumps(found)
+
+
+def test_missing_package_has_no_version(monkeypatch):
+    monkeypatch.setattr(environment, "PACKAGES", ("torch", "no-such-package"))
+    assert collect_environment()["versions"]["no-such-package"] is None
+
+
+def test_clean_checkout_then_a_change_then_a_new_file(checkout):
+    clean = describe_source(checkout)
+    assert len(clean["commit"]) == 40
+    assert clean["is_dirty"] is False
+    (checkout / "new").write_text("untracked")
+    assert describe_source(checkout) == {"commit": clean["commit"], "is_dirty": True}
+    (checkout / "new").unlink()
+    (checkout / "file").write_text("two")
+    assert describe_source(checkout)["is_dirty"] is True
+
+
+def test_package_installed_inside_a_checkout_has_no_commit(checkout):
+    (checkout / "site-packages").mkdir()
+    assert describe_source(checkout / "site-packages") == {"commit": None, "is_dirty": None}
+
+
+def test_git_may_be_missing_or_fail(checkout, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert describe_source(checkout) == {"commit": None, "is_dirty": None}
+    monkeypatch.undo()
+    (checkout / ".git" / "HEAD").write_text("garbage")
+    assert describe_source(checkout) == {"commit": None, "is_dirty": None}
+
+
+def test_seed_makes_all_generators_repeat():
+    def draw():
+        return random.random(), float(np.random.rand()), torch.rand(3).tolist()
+
+    seed_everything(7)
+    first = draw()
+    assert draw() != first
+    seed_everything(7)
+    assert draw() == first
+    seed_everything(8)
+    assert draw() != first
+    seed_everything(2**32 + 5)  # numpy takes 32 bits only
+
+
+def test_cpu_has_host_memory_only():
+    use = measure_memory(CPU)
+    assert (use.allocated_gib, use.reserved_gib, use.peak_allocated_gib, use.peak_reserved_gib) == (None,) * 4
+    assert 0.05 < use.peak_host_gib < 1000
+    num_bytes = int(use.peak_host_gib * 2**30)
+    block = np.ones(num_bytes, dtype=np.uint8)
+    assert measure_memory(CPU).peak_host_gib > num_bytes / 2**30
+    del block
+    assert measure_memory(CPU).peak_host_gib > num_bytes / 2**30
+    reset_peak_memory(CPU)
+    synchronize(CPU)
+
+
+def test_release_collects_garbage_and_leaves_no_device_memory_on_a_cpu():
+    class Node:
+        pass
+
+    node = Node()
+    node.itself = node
+    alive = weakref.ref(node)
+    del node
+    left_bytes = release_memory()
+    assert alive() is None
+    assert left_bytes == 0 or torch.cuda.is_available()
+
+
+def test_release_resets_compiled_code_only_where_there_is_some():
+    script = """
+import sys
+sys.modules.pop("torch._dynamo", None)
+from cbexp.environment import release_memory
+before = "torch._dynamo" in sys.modules
+release_memory()
+assert ("torch._dynamo" in sys.modules) == before, "release_memory imported the compiler"
+import torch, torch._dynamo
+calls = []
+torch._dynamo.reset = lambda: calls.append(1)
+release_memory()
+assert calls == [1]
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_gpu_is_described_with_driver_and_processes(tmp_path, monkeypatch):
+    """The same on a machine without one: a stand-in for the device and for nvidia-smi."""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(
+        """#!/bin/sh
+case "$1 $2" in
+  "--query-gpu=driver_version --format=csv,noheader") echo 580.1 ;;
+  "--query-gpu=index,name,memory.used,memory.total --format=csv,noheader") echo "0, Card, 10 MiB, 100 MiB" ;;
+  "--query-compute-apps=pid,used_memory --format=csv,noheader") printf "12, 5 MiB\n13, 6 MiB\n" ;;
+esac
+"""
+    )
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    card = SimpleNamespace(name="Card", total_memory=2**31, major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _index: card)
+    found = collect_environment()["cuda"]
+    assert found["driver"] == "580.1"
+    assert found["devices"] == [
+        {"name": "Card", "memory_gib": 2.0, "compute_capability": "9.0", "num_multiprocessors": 132}
+    ]
+    assert found["host_gpus"] == ["0, Card, 10 MiB, 100 MiB"]
+    assert found["processes"] == ["12, 5 MiB", "13, 6 MiB"]
+    smi.unlink()
+    assert collect_environment()["cuda"]["driver"] is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_device_memory_is_measured_reset_and_released():
+    device = torch.device("cuda", torch.cuda.current_device())
+    release_memory()
+    reset_peak_memory(device)
+    before = measure_memory(device)
+    block = torch.empty(2**28, dtype=torch.uint8, device=device)
+    assert measure_memory(device).allocated_gib == pytest.approx(before.allocated_gib + 0.25)
+    del block
+    assert measure_memory(device).peak_allocated_gib == pytest.approx(before.allocated_gib + 0.25)
+    reset_peak_memory(device)
+    assert measure_memory(device).peak_allocated_gib == pytest.approx(before.allocated_gib)
+    assert release_memory() == round(before.allocated_gib * 2**30)
+    synchronize(device)
+    found = collect_environment()["cuda"]
+    assert found["devices"][0]["memory_gib"] > 1
+    assert found["runtime"] == torch.version.cuda
