@@ -25,7 +25,7 @@ class StepWatcher(LogitsProcessor):
         self._boundaries_s: list[float] = []
         self._ids: torch.Tensor | None = None
 
-    def on_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def on_forward(self, _module: nn.Module, _args: tuple[Any, ...]) -> None:
         """The pre-hook of the model's forward, called once a step."""
         self._boundaries_s.append(time.perf_counter())
 

@@ -33,14 +33,11 @@ SHAPE = {
 }
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def build_model(name: str) -> PreTrainedModel:
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(Qwen3Config(**SHAPE)) if name == "qwen3" else LlamaForCausalLM(LlamaConfig(**SHAPE))
+    model = (
+        Qwen3ForCausalLM(Qwen3Config(**SHAPE)) if name == "qwen3" else LlamaForCausalLM(LlamaConfig(**SHAPE))
+    )
     # The default initialisation is so small that every prompt gets the same token.
     for parameter in model.parameters():
         if parameter.dim() > 1:
@@ -109,7 +106,7 @@ def make_manager(make_config: Callable[..., PeerConfig]) -> Iterator[Callable[..
 
 @pytest.fixture
 def generate_alone() -> Callable[..., tuple[int, ...]]:
-    """The reference: greedy `generate` of one prompt at a time, with an explicit mask and its own generation config."""
+    """The reference: greedy `generate` of one prompt at a time, with a mask, nothing else set."""
 
     def generate(
         model: Any, prompt_ids: Sequence[int], max_new_tokens: int, eos_token_ids: Sequence[int] = ()

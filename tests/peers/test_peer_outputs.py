@@ -20,7 +20,11 @@ def test_several_lengths_over_several_rounds(make_driver, model, prompts, genera
     driver.warmup()
     expected = [generate_alone(model, prompt, 8) for prompt in prompts]
     assert len(set(expected)) == len(prompts)
-    for round_prompts, round_expected in ((prompts, expected), (prompts[::-1], expected[::-1]), (prompts[:1], expected[:1])):
+    for round_prompts, round_expected in (
+        (prompts, expected),
+        (prompts[::-1], expected[::-1]),
+        (prompts[:1], expected[:1]),
+    ):
         completions = drive(driver, round_prompts)
         assert [c.completion_ids for c in completions] == round_expected
         assert [list(c.prompt_ids) for c in completions] == round_prompts
@@ -43,7 +47,9 @@ def test_eos_ends_a_request_and_is_part_of_it(make_driver, model, prompts, gener
     free = [generate_alone(model, prompt, 8) for prompt in prompts]
     eos = (free[0][2], free[2][4])
     completions = drive(make_driver(model, eos_token_ids=eos), prompts)
-    assert [c.completion_ids for c in completions] == [generate_alone(model, prompt, 8, eos) for prompt in prompts]
+    assert [c.completion_ids for c in completions] == [
+        generate_alone(model, prompt, 8, eos) for prompt in prompts
+    ]
     assert completions[0].finish_reason == "eos"
     assert completions[0].completion_ids[-1] in eos
     assert len(completions[0]) < 8
@@ -103,12 +109,14 @@ def test_manager_with_a_cache_that_evicts(make_manager, qwen3, prompts, generate
     completions = drive(driver, prompts * 3, max_new_tokens=24)
     expected = [generate_alone(qwen3, prompt, 24) for prompt in prompts] * 3
     assert [c.completion_ids for c in completions] == expected
-    assert any(c.timings.first_token_s is None for c in completions)  # evicted: upstream forgets when it began
+    assert any(
+        c.timings.first_token_s is None for c in completions
+    )  # evicted: upstream forgets when it began
     assert driver.resolved["safety_margin"] > 0
 
 
 def test_manager_with_shared_blocks(make_manager, qwen3, generate_alone):
-    # 17 tokens: the last one follows on a whole shared page, where a forked request would have nothing left to run.
+    # 17 tokens: the last one follows on a whole shared page, where a fork's parent would have nothing to run.
     base = list(range(1, 18))
     prompts = [base, [*base[:16], 50], base, [*base, 60], [7]]
     driver = make_manager(qwen3, allow_block_sharing=True, page_size=4)
