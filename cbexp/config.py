@@ -66,7 +66,9 @@ class ModelConfig:
         check_choice("model.dtype", self.dtype, DTYPES)
         check_at_least("model.default_max_new_tokens", self.default_max_new_tokens, 1)
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
-            raise ConfigError(f"model.device={self.device} is not a device. Allowed: auto, cpu, cuda, cuda:INDEX.")
+            raise ConfigError(
+                f"model.device={self.device} is not a device. Allowed: auto, cpu, cuda, cuda:INDEX."
+            )
         if self.init == "pretrained":
             check_is_set(
                 "model.name_or_path",
@@ -107,7 +109,9 @@ class AdapterConfig:
         check_at_least("adapter.rank", self.rank, 1)
         check_at_least("adapter.alpha", self.alpha, 1)
         if not self.target_modules:
-            raise ConfigError("adapter.target_modules=[] names no module: give at least one, as in [q_proj,v_proj].")
+            raise ConfigError(
+                "adapter.target_modules=[] names no module: give at least one, as in [q_proj,v_proj]."
+            )
 
 
 @dataclass
@@ -151,7 +155,7 @@ class DatasetConfig:
 
     def _refuse_fields_of_other_kinds(self) -> None:
         used = _FIELDS_OF_ALL_KINDS | DATASET_FIELDS_BY_KIND[self.kind]
-        idle = [key for key in _list_changed_fields(self) if key not in used]
+        idle = [key for key in list_changed_fields(self) if key not in used]
         if idle:
             raise ConfigError(
                 f"dataset.{idle[0]}={getattr(self, idle[0])} has no effect with dataset={self.name} (kind {self.kind}), "
@@ -166,7 +170,9 @@ class DatasetConfig:
                     f"dataset=synthetic_file dataset.lengths_file={self.lengths_file}."
                 )
             return
-        example = "give a range in tokens, as in dataset.min_length=100 dataset.max_length=300, or a lengths_file"
+        example = (
+            "give a range in tokens, as in dataset.min_length=100 dataset.max_length=300, or a lengths_file"
+        )
         check_is_set("dataset.min_length", self.min_length, example)
         check_is_set("dataset.max_length", self.max_length, example)
         check_at_least("dataset.min_length", self.min_length, 1)
@@ -174,7 +180,7 @@ class DatasetConfig:
 
     def _check_rows(self) -> None:
         what = "a dataset's hub id" if self.kind == "hub" else "a file with one JSON object a line"
-        check_is_set("dataset.path", self.path, f"give {what}, as in dataset.path=...")
+        check_is_set("dataset.path", self.path, f"name {what}")
         check_is_set("dataset.prompt_field", self.prompt_field, "name the field that holds the prompt")
         if self.kind == "hub":
             check_is_set("dataset.split", self.split, "name the split, as in dataset.split=train")
@@ -207,8 +213,11 @@ class SamplingConfig:
 
 @dataclass
 class CacheConfig:
-    """The paged KV cache. Sizes in tokens; `num_tokens` None: what a round needs, within `max_memory_fraction` of the
-    free memory. `page_size` None: 256, or 32 with block sharing."""
+    """The paged KV cache, sizes in tokens.
+
+    `num_tokens` None: what a round needs, within `max_memory_fraction` of the free memory. `page_size` None: 256, or
+    32 with block sharing.
+    """
 
     name: str = "auto"
     num_tokens: int | None = None
@@ -267,7 +276,9 @@ class TrackingConfig:
 
     def __post_init__(self) -> None:
         check_choice("tracking.mode", self.mode, TRACKING_MODES)
-        check_is_set("tracking.project", self.project, "give the project's name, as in tracking.project=cbexp")
+        check_is_set(
+            "tracking.project", self.project, "give the project's name, as in tracking.project=cbexp"
+        )
         check_at_least("tracking.max_logged_completions", self.max_logged_completions, 1)
 
 
@@ -279,7 +290,9 @@ class ArtifactsConfig:
 
     def __post_init__(self) -> None:
         if self.completions not in ("all", "none") and not re.fullmatch("[0-9]+", self.completions):
-            raise ConfigError(f"artifacts.completions={self.completions} must be all, none or a number of rows.")
+            raise ConfigError(
+                f"artifacts.completions={self.completions} must be all, none or a number of rows."
+            )
 
 
 @dataclass
@@ -325,25 +338,26 @@ class ExperimentConfig:
         return self.driver.name != "generate"
 
     def _check_cache(self) -> None:
-        check_at_least(
-            "cache.max_requests_per_batch (which must hold the dataset.num_generations requests of a prompt)",
-            self.cache.max_requests_per_batch,
-            self.dataset.num_generations,
-        )
-        longest_prompt = self.dataset.max_length or 1
-        check_at_least(
-            f"cache.num_tokens (which must hold a prompt and max_new_tokens={self.max_new_tokens})",
-            self.cache.num_tokens,
-            longest_prompt + self.max_new_tokens,
-        )
+        max_requests, num_generations = self.cache.max_requests_per_batch, self.dataset.num_generations
+        if max_requests is not None and max_requests < num_generations:
+            raise ConfigError(
+                f"cache.max_requests_per_batch={max_requests} is too small: it must hold the "
+                f"dataset.num_generations={num_generations} requests of a prompt."
+            )
+        num_needed = (self.dataset.max_length or 1) + self.max_new_tokens
+        if self.cache.num_tokens is not None and self.cache.num_tokens < num_needed:
+            raise ConfigError(
+                f"cache.num_tokens={self.cache.num_tokens} is too small: one request needs {num_needed} (its prompt "
+                f"and max_new_tokens={self.max_new_tokens})."
+            )
 
 
 @dataclass(frozen=True)
 class SweepInfo:
-    """Where a job stands in its sweep: `group` names the sweep; `num_jobs` is None when a sweeper decides as it goes."""
+    """Where a job stands in its sweep, counted from 0; `group` names the sweep."""
 
     group: str
-    num_jobs: int | None
+    num_jobs: int
     job_index: int
 
 
@@ -363,9 +377,14 @@ def register_schema() -> None:
     ConfigStore.instance().store(name="cbexp_schema", node=schema)
 
 
-def _list_changed_fields(config: DatasetConfig) -> list[str]:
-    defaults = {
-        item.name: item.default_factory() if callable(item.default_factory) else item.default
-        for item in dataclasses.fields(config)
-    }
-    return [key for key, default in defaults.items() if getattr(config, key) != default]
+def list_changed_fields(settings: Any) -> list[str]:
+    """Return the names of a settings dataclass's fields that differ from their default, in the order of the schema."""
+    return [
+        item.name
+        for item in dataclasses.fields(settings)
+        if getattr(settings, item.name) != _default_of(item)
+    ]
+
+
+def _default_of(item: dataclasses.Field[Any]) -> Any:
+    return item.default_factory() if callable(item.default_factory) else item.default

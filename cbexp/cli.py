@@ -1,0 +1,125 @@
+"""The command line: checks every job, hands them to Hydra, runs each, and ends with one exit code."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import hydra
+from hydra._internal.utils import get_args_parser
+from omegaconf import DictConfig
+
+from cbexp.composer import HYDRA_VERSION_BASE, register_job_folder
+from cbexp.config import register_schema
+from cbexp.errors import CbexpError, ConfigError, ResultsError
+from cbexp.job_runner import JobRunner, report_error, say
+from cbexp.preflight import PRIMARY_CONFIG, CheckedCommand, check_command
+from cbexp.sweep import (
+    EXIT_BAD_CONFIG,
+    EXIT_INTERRUPTED,
+    EXIT_JOB_FAILED,
+    choose_exit_code,
+    format_sweep_table,
+)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command line `argv` (without the program's name; None: the process's own).
+
+    Exits with 0 when all went well, 1 when a job failed, 2 on a bad configuration, 3 when a single run cannot run on
+    this machine, 130 when interrupted.
+    """
+    arguments = sys.argv[1:] if argv is None else argv
+    if "--version" in arguments:
+        say(f"cbexp {_find_version()}")
+        return
+    register_schema()
+    register_job_folder()
+    with _command_line(arguments):
+        args = get_args_parser().parse_args(arguments)
+        exit_code = _show_information() if _asks_for_information(args) else _run_command(args)
+    if exit_code:
+        sys.exit(exit_code)
+
+
+def _find_version() -> str:
+    try:
+        return importlib.metadata.version("cbexp")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed: run from its source folder)"
+
+
+def conf_dir() -> Path:
+    """Return the folder of the shipped yamls: inside the package when installed, beside it in a checkout."""
+    package = Path(__file__).resolve().parent
+    installed = package / "conf"
+    return installed if installed.is_dir() else package.parent / "conf"
+
+
+def _run_command(args: Namespace) -> int:
+    try:
+        command = check_command(args, conf_dir())
+        _make_output_root(command)
+    except CbexpError as error:
+        report_error(error)
+        return EXIT_BAD_CONFIG if isinstance(error, ConfigError) else EXIT_JOB_FAILED
+    runner = JobRunner(command)
+    is_interrupted = False
+    try:
+        _hand_to_hydra(runner)
+    except KeyboardInterrupt:
+        is_interrupted = True
+    if command.is_multirun:
+        say("\n" + format_sweep_table(runner.results, len(command.jobs)))
+    return EXIT_INTERRUPTED if is_interrupted else choose_exit_code(runner.results, command.is_multirun)
+
+
+def _hand_to_hydra(runner: JobRunner) -> None:
+    def run_job(settings: DictConfig) -> None:
+        runner.run(settings)
+
+    decorate = hydra.main(
+        version_base=HYDRA_VERSION_BASE, config_path=str(conf_dir()), config_name=PRIMARY_CONFIG
+    )
+    decorate(run_job)()
+
+
+def _show_information() -> int:
+    """Let Hydra answer --help, --cfg and the like; it never runs a job then."""
+    _hand_to_hydra(JobRunner(CheckedCommand(jobs=[], is_multirun=False)))
+    return 0
+
+
+def _asks_for_information(args: Namespace) -> bool:
+    return bool(args.help or args.hydra_help or args.cfg or args.info or args.shell_completion)
+
+
+def _make_output_root(command: CheckedCommand) -> None:
+    """Make the folder that will hold the dated one, so that a folder that cannot be written is a message."""
+    root = command.jobs[0].output_root
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ResultsError(_describe_unwritable(root, error.strerror)) from error
+    if not os.access(root, os.W_OK | os.X_OK):
+        raise ResultsError(_describe_unwritable(root, "Permission denied"))
+
+
+def _describe_unwritable(folder: Path, reason: str | None) -> str:
+    return f"results cannot be written to {folder}: {reason}. Choose another folder: hydra.run.dir=... (a sweep: hydra.sweep.dir)."
+
+
+@contextmanager
+def _command_line(arguments: Sequence[str]) -> Iterator[None]:
+    """Hydra reads `sys.argv`."""
+    previous = sys.argv
+    sys.argv = ["cbexp", *arguments]
+    try:
+        yield
+    finally:
+        sys.argv = previous

@@ -1,0 +1,151 @@
+"""Composes configurations exactly as `hydra.main` will, without running anything; the only user of Hydra's internals."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+from hydra import version
+from hydra._internal.core_plugins.basic_launcher import BasicLauncherConf
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper, BasicSweeperConf
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path
+from hydra.conf import HydraConf
+from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+
+from cbexp.errors import ConfigError
+
+HYDRA_VERSION_BASE = "1.3"
+MAX_JOB_FOLDER_LENGTH = 80
+
+
+class Composer:
+    """Turns overrides into composed configurations (with their `hydra` node)."""
+
+    def __init__(self, hydra: Hydra, config_name: str) -> None:
+        self._hydra = hydra
+        self._config_name = config_name
+        self.groups: dict[str, list[str]] = {
+            group: list(hydra.config_loader.get_group_options(group))
+            for group in hydra.list_all_config_groups()
+            if group.split("/")[0] != "hydra"
+        }
+
+    def compose_common(self, overrides: list[str]) -> DictConfig:
+        """Return what all jobs of a command line share: swept settings are left at their default."""
+        return self._compose(overrides, RunMode.MULTIRUN)
+
+    def compose_job(self, overrides: list[str]) -> DictConfig:
+        """Return the configuration of one job."""
+        return self._compose(overrides, RunMode.RUN)
+
+    def _compose(self, overrides: list[str], run_mode: RunMode) -> DictConfig:
+        return self._hydra.compose_config(
+            config_name=self._config_name,
+            overrides=overrides,
+            run_mode=run_mode,
+            with_log_configuration=False,
+            validate_sweep_overrides=run_mode is RunMode.RUN,
+        )
+
+
+@contextmanager
+def open_composer(conf_dir: Path, config_dir: str | None, config_name: str) -> Iterator[Composer]:
+    """Yield a composer over `conf_dir` and, searched after it, the user's own `config_dir`.
+
+    Raises:
+        ConfigError: there is no such `config_dir`.
+    """
+    version.setbase(HYDRA_VERSION_BASE)
+    search_path = create_config_search_path(str(conf_dir))
+    if config_dir is not None:
+        if not Path(config_dir).is_dir():
+            raise ConfigError(f"--config-dir={config_dir}: there is no such folder.")
+        own = f"file://{os.path.abspath(config_dir)}"
+        search_path.prepend(provider="command-line", path=own, anchor=SearchPathQuery(provider="schema"))
+    hydra = Hydra.create_main_hydra2("cbexp", search_path)
+    try:
+        yield Composer(hydra, config_name)
+    finally:
+        GlobalHydra.instance().clear()
+
+
+def parse_overrides(overrides: list[str]) -> list[Override]:
+    """Return the parsed `key=value` arguments; raises Hydra's `OverrideParseException`."""
+    return OverridesParser.create().parse_overrides(overrides)
+
+
+def expand_sweep(common: DictConfig) -> list[list[str]]:
+    """Return the overrides of each job of a multirun, in the order in which Hydra's own sweeper runs them.
+
+    Raises:
+        ConfigError: another sweeper or launcher than Hydra's basic ones is chosen.
+    """
+    node = common.hydra
+    for key, only in (("sweeper", BasicSweeperConf), ("launcher", BasicLauncherConf)):
+        if node[key]["_target_"] != only._target_:
+            raise ConfigError(
+                f"hydra/{key}: only basic is supported: jobs run one after another in this process."
+            )
+    params: dict[str, str] = node.sweeper.params or {}
+    assigned = [f"{key}={values}" for key, values in params.items()] + list_overrides(node, "task")
+    (cells,) = BasicSweeper.split_arguments(parse_overrides(assigned), max_batch_size=None)
+    return [[*list_overrides(node, "hydra"), *cell] for cell in cells]
+
+
+def list_overrides(hydra_node: HydraConf | DictConfig, kind: Literal["task", "hydra"]) -> list[str]:
+    """Return the overrides that a configuration was composed with, as they were written."""
+    written: list[str] = OmegaConf.to_container(getattr(hydra_node.overrides, kind), resolve=False)
+    return written
+
+
+@contextmanager
+def placed_job(composed: DictConfig, job_index: int | None) -> Iterator[Path]:
+    """Make `${hydra:...}` resolve in `composed` as it will in the job; yield the folder that holds its dated folder.
+
+    `job_index` is None for a single run. The dated part of a path is of this moment, not of the run.
+    """
+    with open_dict(composed.hydra), read_write(composed.hydra):
+        if job_index is not None:
+            composed.hydra.job.num = composed.hydra.job.id = job_index
+        HydraConfig.instance().set_config(composed)
+        try:
+            dated_dir = Path(composed.hydra.run.dir if job_index is None else composed.hydra.sweep.dir)
+            job_dir = dated_dir if job_index is None else dated_dir / composed.hydra.sweep.subdir
+            OmegaConf.set_readonly(composed.hydra, False)
+            composed.hydra.runtime.output_dir = str(job_dir.absolute())
+            HydraConfig.instance().set_config(composed)
+            yield dated_dir.parent
+        finally:
+            HydraConfig.instance().cfg = None
+
+
+def register_job_folder() -> None:
+    """Register the resolver with which `conf/config.yaml` names the folder of a sweep's job."""
+    OmegaConf.register_new_resolver("cbexp.job_folder", name_job_folder, replace=True)
+
+
+def name_job_folder(job_num: int, override_dirname: str) -> str:
+    """Return `2_compile=eager_ignore_eos=true`: the job's number and its overrides, short and safe in any file system."""
+    short = [re.sub(r"^\W*(\w+[.@/])*", "", item) for item in override_dirname.split(",")]
+    safe = re.sub(r"[^\w.=-]+", "-", "_".join(item for item in short if item))
+    return f"{job_num}_{safe}"[:MAX_JOB_FOLDER_LENGTH].rstrip("_-.=")
+
+
+def without_hydra(composed: DictConfig) -> DictConfig:
+    """Return a copy of `composed` with its own settings alone."""
+    settings = copy.deepcopy(composed)
+    with open_dict(settings), read_write(settings):
+        del settings["hydra"]
+    return settings

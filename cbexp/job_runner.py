@@ -1,0 +1,74 @@
+"""Runs the jobs that Hydra calls with, one after another; none of them takes the others down."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from cbexp.composer import list_overrides
+from cbexp.config import SweepInfo
+from cbexp.errors import CbexpError, ConfigError
+from cbexp.preflight import CheckedCommand, convert_config
+from cbexp.sweep import BAD_CONFIG, JobResult
+
+
+class JobRunner:
+    """The jobs of one command line and how they ended (`results`, in order)."""
+
+    def __init__(self, command: CheckedCommand) -> None:
+        self._command = command
+        self.results: list[JobResult] = []
+
+    def run(self, settings: DictConfig) -> None:
+        """Run one job in the folder that Hydra made for it; raises KeyboardInterrupt to stop a sweep."""
+        overrides = list_overrides(HydraConfig.get(), "task")
+        if self._command.is_multirun:
+            say(f"\njob {len(self.results)} of {len(self._command.jobs)}: {' '.join(overrides)}")
+        result = self._run_guarded(settings, overrides)
+        self.results.append(result)
+        if result.status == "interrupted":
+            raise KeyboardInterrupt
+
+    def _run_guarded(self, settings: DictConfig, overrides: list[str]) -> JobResult:
+        try:
+            return self._run(settings, overrides)
+        except KeyboardInterrupt:
+            return JobResult(overrides, "interrupted")
+        except CbexpError as error:
+            report_error(error)
+            return JobResult(overrides, BAD_CONFIG if isinstance(error, ConfigError) else "failed")
+        except Exception:  # noqa: BLE001 - a bug in one job must not hide the rest of the sweep
+            traceback.print_exc()
+            return JobResult(overrides, "failed")
+
+    def _run(self, settings: DictConfig, overrides: list[str]) -> JobResult:
+        from cbexp.experiment import (
+            run_experiment,
+        )  # late: it loads torch, which --help and errors need not wait for
+
+        config = convert_config(settings)
+        node = HydraConfig.get()
+        sweep = None
+        if self._command.is_multirun:
+            group = config.tracking.group or f"{config.name}_{Path(node.sweep.dir).name}"
+            sweep = SweepInfo(group, len(self._command.jobs), node.job.num)
+        outcome = run_experiment(config, Path(node.runtime.output_dir), overrides, sweep)
+        return JobResult(overrides, outcome.status, outcome.summary)
+
+
+def say(text: str) -> None:
+    """Write a line for the user, at once."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def report_error(error: CbexpError) -> None:
+    """Write an error for the user as its message alone; with `HYDRA_FULL_ERROR=1` the traceback comes first."""
+    if os.environ.get("HYDRA_FULL_ERROR") == "1":
+        traceback.print_exception(error)
+    sys.stderr.write(f"cbexp: {error}\n")
