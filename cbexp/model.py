@@ -1,0 +1,162 @@
+"""Loads a tokenizer, and a model with pretrained or random weights and its adapter, onto its device."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from cbexp.adapter import attach_adapter
+from cbexp.architecture import load_architecture, model_source
+from cbexp.attention_choice import AttentionChoice, resolve_attention
+from cbexp.config import AdapterConfig, ModelConfig
+from cbexp.device import resolve_device, resolve_dtype
+from cbexp.errors import ModelError
+from cbexp.hub import Source, explained_loading
+from cbexp.memory import sum_weights
+from cbexp.random_model import build_random_model
+
+__all__ = [
+    "LoadedModel",
+    "load_architecture",
+    "load_model",
+    "load_tokenizer",
+    "resolve_device",
+    "resolve_dtype",
+]
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to generate: `model` is transformers' or, with an unmerged adapter, PEFT's.
+
+    `generation_eos_ids` are the stop ids of the checkpoint's generation config, else of its config. `adapter_dtype` is
+    what an unmerged adapter computes in. `load_s` counts from the first byte read to the last on the device.
+    """
+
+    model: Any
+    device: torch.device
+    dtype: torch.dtype
+    attention: AttentionChoice
+    num_parameters: int
+    weight_bytes: int
+    generation_eos_ids: tuple[int, ...]
+    lora_adapter: str | None
+    adapter_dtype: torch.dtype | None
+    load_s: float
+
+    @property
+    def architecture(self) -> PreTrainedConfig:
+        """Transformers' config of the model."""
+        config: PreTrainedConfig = self.model.config
+        return config
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids that the model knows, the padding of its embedding included."""
+        return int(self.architecture.vocab_size)
+
+
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """Return the model's tokenizer.
+
+    Raises:
+        ModelError: there is none, or it cannot be read or reached.
+    """
+    source = model_source(config)
+    with explained_loading(
+        Source("tokenizer of model", source.key, source.name, source.revision), ModelError
+    ):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            source.name, revision=source.revision, trust_remote_code=config.trust_remote_code
+        )
+    # Without tokenizer files, transformers returns an empty tokenizer of the kind that the model's config suggests.
+    if len(tokenizer) <= len(tokenizer.added_tokens_decoder):
+        raise ModelError(
+            f"{source} has no tokenizer. Add tokenizer files to it, or use dataset=synthetic, which needs none."
+        )
+    return tokenizer
+
+
+def load_model(config: ModelConfig, adapter: AdapterConfig, seed: int) -> LoadedModel:
+    """Return the model that `config` names, with its adapter, in eval mode; random weights are drawn from `seed`.
+
+    Raises:
+        ModelError: the model or adapter cannot be read, reached or run here, or is not supported.
+    """
+    start_s = time.perf_counter()
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, device)
+    architecture = load_architecture(config)
+    attention = resolve_attention(config.attn_implementation, architecture, device, dtype)
+    if config.init == "random":
+        model = build_random_model(architecture, device, dtype, attention, seed)
+    else:
+        model = _load_pretrained(config, architecture, device, dtype, attention)
+    attached = attach_adapter(model, adapter, seed)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    size = sum_weights(attached.model)
+    return LoadedModel(
+        model=attached.model,
+        device=device,
+        dtype=dtype,
+        attention=attention,
+        num_parameters=size.num_parameters,
+        weight_bytes=size.num_bytes,
+        generation_eos_ids=_read_eos_ids(model),
+        lora_adapter=attached.description,
+        adapter_dtype=attached.dtype,
+        load_s=time.perf_counter() - start_s,
+    )
+
+
+def _load_pretrained(
+    config: ModelConfig,
+    architecture: PreTrainedConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    attention: AttentionChoice,
+) -> PreTrainedModel:
+    source = model_source(config)
+    auto_class: Any = AutoModelForCausalLM
+    model: PreTrainedModel
+    with explained_loading(source, ModelError):
+        model, report = auto_class.from_pretrained(
+            source.name,
+            config=architecture,
+            revision=source.revision,
+            dtype=dtype,
+            device_map={"": device},
+            attn_implementation=attention.implementation,
+            trust_remote_code=config.trust_remote_code,
+            output_loading_info=True,
+        )
+    _check_complete(source, report)
+    return model
+
+
+def _check_complete(source: Source, report: dict[str, Any]) -> None:
+    """Transformers fills weights that a checkpoint lacks at random, with a warning."""
+    missing = sorted(report["missing_keys"])
+    if missing:
+        shown = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
+        raise ModelError(f"{source} lacks {len(missing)} of the model's weights: {shown}.")
+
+
+def _read_eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    eos = model.generation_config.eos_token_id if model.generation_config is not None else None
+    if eos is None:
+        eos = model.config.eos_token_id
+    if eos is None:
+        return ()
+    return (eos,) if isinstance(eos, int) else tuple(eos)

@@ -1,0 +1,154 @@
+"""LoRA adapters: random ones change the outputs, saved ones come back, wrong ones are named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from cbexp.config import AdapterConfig, ModelConfig
+from cbexp.errors import ModelError
+from cbexp.model import LoadedModel, load_model
+from tests.model_fixtures import QWEN3
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+PROMPT = torch.arange(1, 12)[None]
+
+
+def load(adapter: AdapterConfig, dtype: str = "float32", **changes: Any) -> LoadedModel:
+    config = ModelConfig(init="random", architecture={**QWEN3, **changes}, device="cpu", dtype=dtype)
+    return load_model(config, adapter, seed=1)
+
+
+def lora(**settings: Any) -> AdapterConfig:
+    return AdapterConfig(kind="lora", **settings)
+
+
+def logits(loaded: LoadedModel) -> torch.Tensor:
+    with torch.no_grad():
+        return loaded.model(PROMPT).logits
+
+
+def save_adapter(folder: Path, **changes: Any) -> Path:
+    values = {**QWEN3, **changes}
+    base = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
+    config = LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+    get_peft_model(base, config).save_pretrained(folder)
+    return folder
+
+
+def test_without_an_adapter_nothing_is_wrapped():
+    loaded = load(AdapterConfig())
+    assert type(loaded.model).__name__ == "Qwen3ForCausalLM"
+    assert (loaded.lora_adapter, loaded.adapter_dtype) == (None, None)
+
+
+def test_a_random_adapter_changes_the_outputs_and_keeps_them_sane():
+    bare, adapted = load(AdapterConfig()), load(lora(rank=4, alpha=8))
+    change = (logits(adapted) - logits(bare)).norm() / logits(bare).norm()
+    assert 1e-4 < change < 0.5
+    assert adapted.lora_adapter == "random, rank 4, alpha 8, on q_proj, k_proj, v_proj, o_proj"
+    assert adapted.num_parameters > bare.num_parameters
+    assert not adapted.model.training
+    assert adapted.vocab_size == bare.vocab_size
+    assert adapted.generation_eos_ids == (257,)
+
+
+def test_a_random_adapter_follows_the_seed():
+    first, again = logits(load(lora())), logits(load(lora()))
+    assert torch.equal(first, again)
+
+
+def test_a_merged_adapter_gives_the_same_outputs_without_peft():
+    apart, merged = load(lora()), load(lora(merged=True))
+    assert type(merged.model).__name__ == "Qwen3ForCausalLM"
+    assert torch.allclose(logits(apart), logits(merged), atol=1e-5)
+    assert str(merged.lora_adapter).endswith(", merged")
+    assert merged.adapter_dtype is None
+
+
+def test_an_adapter_on_a_half_precision_base_computes_in_float32():
+    loaded = load(lora(), dtype="bfloat16")
+    assert loaded.dtype is torch.bfloat16
+    assert loaded.adapter_dtype is torch.float32
+    assert logits(loaded).dtype is torch.bfloat16
+
+
+def test_a_saved_adapter_comes_back(tmp_path, monkeypatch):
+    folder = save_adapter(tmp_path / "adapter")
+    monkeypatch.chdir(tmp_path)
+    bare, loaded = load(AdapterConfig()), load(lora(path="adapter"))
+    assert loaded.lora_adapter == "adapter 'adapter'"
+    assert not torch.allclose(logits(bare), logits(loaded), atol=1e-4)
+    module = "base_model.model.model.layers.1.self_attn.v_proj.lora_B"
+    saved = load_file(folder / "adapter_model.safetensors")[f"{module}.weight"]
+    assert torch.equal(loaded.model.state_dict()[f"{module}.default.weight"], saved)
+
+
+def test_missing_target_modules_are_named_with_near_matches():
+    with pytest.raises(ModelError, match=r"Qwen3ForCausalLM has no module 'q_porj'. Did you mean 'q_proj'"):
+        load(lora(target_modules=["v_proj", "q_porj"]))
+
+
+def test_a_target_module_without_weights_is_refused():
+    with pytest.raises(
+        ModelError, match=r"adapter\.target_modules=\['q_norm'\]: Target module .* is not supported"
+    ):
+        load(lora(target_modules=["q_norm"]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 64}, "does not belong to this Qwen3ForCausalLM: size mismatch"),
+        ({"num_hidden_layers": 3}, "does not belong to this .*: 4 weights find no match, .*layers.2"),
+        ({"num_hidden_layers": 1}, "does not belong to this .*: 4 weights find no match, .*layers.1"),
+    ],
+)
+def test_an_adapter_of_another_base_is_refused(tmp_path, changes, message):
+    folder = save_adapter(tmp_path / "adapter", **changes)
+    with pytest.raises(ModelError, match=message) as caught:
+        load(lora(path=str(folder)))
+    assert "\n" not in str(caught.value)
+
+
+def test_an_adapter_of_another_family_is_refused(tmp_path):
+    folder = save_adapter(tmp_path / "adapter")
+    config = ModelConfig(
+        init="random",
+        architecture={"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2},
+        device="cpu",
+    )
+    with pytest.raises(ModelError, match="does not belong to this GPT2LMHeadModel: Target modules"):
+        load_model(config, lora(path=str(folder)), seed=0)
+
+
+def test_unreadable_adapters_are_explained(tmp_path, monkeypatch):
+    with pytest.raises(ModelError, match="there is no such folder"):
+        load(lora(path="./nowhere"))
+    with pytest.raises(ModelError, match=r"adapter_config\.json"):
+        load(lora(path=str(tmp_path)))
+    with pytest.raises(ModelError, match=r"the hub cannot be reached. Give a local folder in adapter\.path"):
+        load(lora(path="nobody/no-adapter"))
+    folder = save_adapter(tmp_path / "adapter")
+    weights = folder / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:50])
+    with pytest.raises(ModelError, match="damaged safetensors file"):
+        load(lora(path=str(folder)))
+    weights.unlink()
+    with pytest.raises(ModelError, match="adapter .* cannot be loaded"):
+        load(lora(path=str(folder)))
+
+
+def test_other_kinds_of_adapters_are_refused(tmp_path):
+    PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM").save_pretrained(str(tmp_path))
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(ModelError, match="PROMPT_TUNING, and only LoRA is supported"):
+        load(lora(path=str(tmp_path)))

@@ -1,0 +1,445 @@
+"""Loading models and tokenizers: what comes out, and what a user reads when it cannot."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HTTPError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    Response,
+    RevisionNotFoundError,
+)
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+
+from cbexp.attention_choice import resolve_attention
+from cbexp.config import AdapterConfig, ModelConfig
+from cbexp.errors import ConfigError, ModelError, NotApplicableError
+from cbexp.model import load_architecture, load_model, load_tokenizer, resolve_device, resolve_dtype
+from tests.model_fixtures import QWEN3, TINY, save_model
+
+CPU = torch.device("cpu")
+NO_ADAPTER = AdapterConfig()
+GPT_OSS = {
+    **TINY,
+    "model_type": "gpt_oss",
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("models") / "qwen3")
+
+
+@pytest.fixture
+def own_copy(tmp_path: Path) -> Path:
+    return save_model(tmp_path / "model")
+
+
+def pretrained(folder: Path | str, **settings: Any) -> ModelConfig:
+    return ModelConfig(name_or_path=str(folder), device="cpu", **settings)
+
+
+def random_init(values: dict[str, Any], **settings: Any) -> ModelConfig:
+    return ModelConfig(init="random", architecture=values, device="cpu", **settings)
+
+
+def load(config: ModelConfig) -> Any:
+    return load_model(config, NO_ADAPTER, seed=0)
+
+
+# Devices, dtypes and attention
+
+
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], count: int = 1) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [((7, 5), torch.float16), ((8, 0), torch.bfloat16), ((9, 0), torch.bfloat16)],
+)
+def test_auto_dtype_follows_the_compute_capability(monkeypatch, capability, expected):
+    pretend_gpu(monkeypatch, capability)
+    device = resolve_device("auto")
+    assert device == torch.device("cuda", 0)
+    assert resolve_dtype("auto", device) is expected
+
+
+def test_auto_without_a_gpu_is_float32_on_the_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resolve_device("auto") == CPU
+    assert resolve_dtype("auto", CPU) is torch.float32
+    assert resolve_dtype("bfloat16", CPU) is torch.bfloat16
+
+
+def test_emulated_bfloat16_is_refused(monkeypatch):
+    pretend_gpu(monkeypatch, (7, 5))
+    with pytest.raises(ModelError, match=r"compute capability 7\.5 and would only emulate it"):
+        resolve_dtype("bfloat16", torch.device("cuda", 0))
+
+
+def test_cuda_without_cuda_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ModelError, match=r"model\.device=cuda: .*Use model\.device=cpu or auto"):
+        resolve_device("cuda")
+
+
+def test_a_device_index_out_of_range_is_refused(monkeypatch):
+    pretend_gpu(monkeypatch, (9, 0), count=2)
+    assert resolve_device("cuda:1") == torch.device("cuda", 1)
+    with pytest.raises(ModelError, match=r"cuda:2: this machine has 2 CUDA device\(s\), cuda:0 to cuda:1"):
+        resolve_device("cuda:2")
+
+
+@pytest.mark.parametrize("name", ["mps", "cuda:x", "cpu:0", "tpu"])
+def test_other_devices_are_refused(name):
+    with pytest.raises(ModelError, match="Allowed: auto, cpu, cuda, cuda:INDEX"):
+        resolve_device(name)
+
+
+def test_attention_auto_takes_sdpa_where_the_model_has_it():
+    choice = resolve_attention("auto", AutoConfig.for_model("qwen3"), CPU, torch.float32)
+    assert (choice.implementation, choice.reason) == ("sdpa", None)
+
+
+@pytest.mark.parametrize(("model_type", "word"), [("gpt_oss", "attention sinks"), ("gemma2", "soft cap")])
+def test_attention_auto_says_why_it_is_eager(model_type, word):
+    architecture = AutoConfig.for_model(model_type)
+    choice = resolve_attention("auto", architecture, CPU, torch.float32)
+    assert choice.implementation == "eager"
+    assert word in str(choice.reason)
+    with pytest.raises(ModelError, match=word):
+        resolve_attention("sdpa", architecture, CPU, torch.float32)
+
+
+def test_attention_that_cannot_run_is_refused_with_its_reason(monkeypatch):
+    qwen3 = AutoConfig.for_model("qwen3")
+    cuda = torch.device("cuda", 0)
+    with pytest.raises(NotApplicableError, match="flash_attention_2 needs a CUDA device"):
+        resolve_attention("flash_attention_2", qwen3, CPU, torch.bfloat16)
+    with pytest.raises(ConfigError, match="bfloat16 or float16 only"):
+        resolve_attention("flash_attention_2", qwen3, cuda, torch.float32)
+    with pytest.raises(ModelError, match="needs the package flash-attn-3, which is not installed"):
+        resolve_attention("flash_attention_3", qwen3, cuda, torch.bfloat16)
+    with pytest.raises(ModelError, match="kernel on the hub and needs the package kernels"):
+        resolve_attention("kernels-community/flash-attn2", qwen3, cuda, torch.bfloat16)
+    with pytest.raises(ConfigError, match="Did you mean 'sdpa'"):
+        resolve_attention("sdpaa", qwen3, cuda, torch.bfloat16)
+
+
+# Random weights
+
+
+def test_random_weights_have_the_true_shape_dtype_and_scale():
+    loaded = load(random_init({**QWEN3, "initializer_range": 0.03}, dtype="bfloat16"))
+    weights = dict(loaded.model.named_parameters())
+    assert {p.dtype for p in weights.values()} == {torch.bfloat16}
+    assert float(weights["model.layers.0.mlp.up_proj.weight"].detach().float().std()) == pytest.approx(
+        0.03, rel=0.1
+    )
+    for name, weight in weights.items():
+        if "norm" in name:
+            assert torch.equal(weight, torch.ones_like(weight)), name
+        else:
+            assert weight.detach().float().abs().max() > 0.01, name
+    assert loaded.model.lm_head.weight is loaded.model.model.embed_tokens.weight
+    assert not loaded.model.training
+    assert loaded.num_parameters == sum(p.numel() for p in weights.values())
+    assert loaded.weight_bytes == 2 * loaded.num_parameters
+    assert loaded.generation_eos_ids == (257,)
+
+
+def test_random_weights_follow_the_seed_and_leave_the_generators_alone():
+    before = torch.get_rng_state()
+    config = random_init(QWEN3)
+    first, again, other = (load_model(config, NO_ADAPTER, seed).model.state_dict() for seed in (3, 3, 4))
+    assert torch.equal(torch.get_rng_state(), before)
+    name = "model.layers.1.self_attn.q_proj.weight"
+    assert torch.equal(first[name], again[name])
+    assert not torch.equal(first[name], other[name])
+
+
+def test_random_weights_are_created_on_the_device_itself(monkeypatch):
+    """No tensor of a parameter's size may exist elsewhere first: on the meta device such a copy would fail."""
+    monkeypatch.setattr("cbexp.model.resolve_device", lambda name: torch.device("meta"))
+    monkeypatch.setattr("cbexp.model.resolve_dtype", lambda name, device: torch.bfloat16)
+    huge = {
+        **QWEN3,
+        "vocab_size": 150_000,
+        "hidden_size": 8192,
+        "intermediate_size": 30_000,
+        "num_hidden_layers": 60,
+    }
+    loaded = load(random_init(huge))
+    assert {p.device.type for p in loaded.model.parameters()} == {"meta"}
+    assert loaded.weight_bytes > 80e9
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {**TINY, "model_type": "llama"},
+        {**TINY, "model_type": "gemma2", "query_pre_attn_scalar": 8, "sliding_window": 16},
+        {**TINY, "model_type": "mistral", "sliding_window": 16},
+        GPT_OSS,
+    ],
+    ids=lambda values: values["model_type"],
+)
+def test_random_models_of_other_families_give_finite_logits(values):
+    loaded = load(random_init(values))
+    with torch.no_grad():
+        logits = loaded.model(torch.arange(1, 20)[None]).logits
+    assert torch.isfinite(logits).all()
+    assert logits.std() > 0
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"hidden_size": 8}, "has no model_type"),
+        ({"model_type": "qwen4"}, "does not know. Did you mean 'qwen3'"),
+        (
+            {"model_type": "qwen3", "hidden_sise": 8},
+            "hidden_sise is not a setting of qwen3. Did you mean 'hidden_size'",
+        ),
+        ({"model_type": "qwen3", "hidden_size": "big"}, "'hidden_size' expected int, got str"),
+        (
+            {"model_type": "llama", "hidden_size": 30, "num_attention_heads": 4},
+            "not a multiple of the number",
+        ),
+    ],
+)
+def test_a_wrong_architecture_is_refused(values, message):
+    with pytest.raises(ModelError, match=message):
+        load_architecture(random_init(values))
+
+
+# Pretrained weights
+
+
+def test_a_local_folder_loads_with_its_own_weights(saved):
+    loaded = load(pretrained(saved))
+    stored = load_file(saved / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(loaded.model.state_dict()[name], stored[name])
+    assert (loaded.device, loaded.dtype) == (CPU, torch.float32)
+    assert loaded.vocab_size == 300
+    assert loaded.load_s > 0
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_works_on_a_cpu(saved, dtype):
+    loaded = load(pretrained(saved, dtype=dtype))
+    assert loaded.dtype is getattr(torch, dtype)
+    with torch.no_grad():
+        assert torch.isfinite(loaded.model(torch.tensor([[1, 2, 3]])).logits).all()
+
+
+def test_stop_ids_come_from_the_generation_config_before_the_config(own_copy):
+    values = json.loads((own_copy / "generation_config.json").read_text())
+    (own_copy / "generation_config.json").write_text(json.dumps({**values, "eos_token_id": [5, 0]}))
+    assert load(pretrained(own_copy)).generation_eos_ids == (5, 0)
+    (own_copy / "generation_config.json").unlink()
+    assert load(pretrained(own_copy)).generation_eos_ids == (257,)
+
+
+def test_the_tokenizer_is_the_folders(saved):
+    assert load_tokenizer(pretrained(saved))("ab", add_special_tokens=False)["input_ids"] == [64, 65]
+    assert len(load_tokenizer(pretrained(saved))) == 259
+
+
+def test_the_embedded_model_is_found():
+    architecture = load_architecture(ModelConfig(name_or_path="builtin:tiny"))
+    assert architecture.model_type == "qwen3"
+    with pytest.raises(ModelError, match=r"builtin:huge is unknown. Built in: builtin:tiny"):
+        load_architecture(ModelConfig(name_or_path="builtin:huge"))
+
+
+@pytest.mark.parametrize("name", ["/no/such/folder", "./nowhere", "~/nowhere_at_all", "a/b/c"])
+def test_a_missing_folder_is_named(name):
+    with pytest.raises(ModelError, match="there is no such folder"):
+        load_architecture(pretrained(name))
+
+
+def test_a_file_is_no_model(tmp_path):
+    (tmp_path / "model.gguf").write_text("")
+    with pytest.raises(ModelError, match="this is a file"):
+        load_architecture(pretrained(tmp_path / "model.gguf"))
+
+
+def test_a_folder_without_config_is_no_model(tmp_path):
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        load_architecture(pretrained(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{broken", "damaged JSON file"),
+        ('{"hidden_size": 8}', "names no model_type"),
+        ('{"model_type": "qwen33"}', r"model_type='qwen33', which transformers [\d.]+ does not know"),
+        (
+            '{"model_type": "own", "auto_map": {"AutoConfig": "code.Config"}}',
+            r"model\.trust_remote_code=true",
+        ),
+    ],
+)
+def test_an_unreadable_config_is_explained(tmp_path, content, message):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ModelError, match=message):
+        load_architecture(pretrained(tmp_path))
+
+
+def test_a_model_without_a_tokenizer_says_so(tmp_path):
+    folder = save_model(tmp_path / "bare", tokenizer=False)
+    with pytest.raises(ModelError, match="has no tokenizer"):
+        load_tokenizer(pretrained(folder))
+    with pytest.raises(ModelError, match=r"model\.name_or_path is not set"):
+        load_tokenizer(random_init(QWEN3))
+
+
+@pytest.mark.parametrize("keep", [0, 7, 4000])
+def test_damaged_weights_are_named(own_copy, keep):
+    weights = own_copy / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:keep])
+    with pytest.raises(ModelError, match="damaged safetensors file"):
+        load(pretrained(own_copy))
+
+
+def test_missing_weights_are_not_made_up(own_copy):
+    weights = load_file(own_copy / "model.safetensors")
+    weights.pop("model.layers.0.mlp.up_proj.weight")
+    save_file(weights, own_copy / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ModelError, match=r"lacks 1 of the model's weights: model\.layers\.0\.mlp\.up_proj\.weight"
+    ):
+        load(pretrained(own_copy))
+    (own_copy / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="cannot be loaded: .*no file named"):
+        load(pretrained(own_copy))
+
+
+def test_out_of_memory_is_not_taken_for_a_bad_model(saved, monkeypatch):
+    def run_out(*args: Any, **kwargs: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", run_out)
+    with pytest.raises(torch.OutOfMemoryError):
+        load(pretrained(saved))
+
+
+# The hub
+
+
+def http_error(kind: type[Exception], status: int) -> Exception:
+    http_client = importlib.import_module(Response.__module__.partition(".")[0])
+    response = Response(status, request=http_client.Request("GET", "https://huggingface.co/org/model"))
+    return kind(f"{status} Client Error", response=response)  # type: ignore[call-arg]
+
+
+HUB_FAILURES = [
+    (lambda: http_error(GatedRepoError, 403), "gated or private: accept its licence .*hf auth login"),
+    (
+        lambda: http_error(RepositoryNotFoundError, 401),
+        "no such folder here and no such repository on the hub",
+    ),
+    (
+        lambda: http_error(RevisionNotFoundError, 404),
+        "'org/model' (revision v9): the hub has no such revision",
+    ),
+    (lambda: LocalEntryNotFoundError("offline"), "the hub cannot be reached. Give a local folder .*HF_HOME"),
+    (lambda: HTTPError("timed out"), "the hub cannot be reached"),
+    (lambda: ConnectionError("refused"), "the hub cannot be reached"),
+]
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True], ids=["bare", "wrapped"])
+@pytest.mark.parametrize(("failure", "message"), HUB_FAILURES)
+@pytest.mark.parametrize("stage", ["config", "tokenizer", "weights"])
+def test_hub_failures_are_explained(monkeypatch, stage, failure, message, is_wrapped):
+    def fail(*args: Any, **kwargs: Any) -> None:
+        if not is_wrapped:
+            raise failure()
+        try:
+            raise failure()
+        except Exception as error:
+            raise OSError("There was an error.\nLong story.") from error
+
+    config = pretrained("org/model", revision="v9")
+    architecture = AutoConfig.for_model(**QWEN3)
+    targets = {"config": PreTrainedConfig, "tokenizer": AutoTokenizer, "weights": AutoModelForCausalLM}
+    method = "get_config_dict" if stage == "config" else "from_pretrained"
+    monkeypatch.setattr(targets[stage], method, fail)
+    if stage == "weights":
+        monkeypatch.setattr("cbexp.model.load_architecture", lambda config: architecture)
+    message = message.replace("(", r"\(").replace(")", r"\)")
+    with pytest.raises(ModelError, match=message) as caught:
+        load_tokenizer(config) if stage == "tokenizer" else load(config)
+    assert "\n" not in str(caught.value)
+
+
+def test_offline_mode_is_explained(monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match="the hub cannot be reached"):
+        load_architecture(pretrained("nobody/nothing-like-it"))
+
+
+def test_a_name_that_is_no_hub_id_is_explained():
+    with pytest.raises(ModelError, match="not a valid hub id"):
+        load_architecture(pretrained("two words"))
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("t5", "encoder-decoder"),
+        ("bert", "it is an encoder"),
+        ("qwen3_next", "layers of the kind linear_attention"),
+        ("qwen3_5", "more than text"),
+        ("deepseek_v3", "multi-head latent attention"),
+        ("gemma3", "more than text"),
+        ("qwen2_5_vl", "more than text"),
+        ("whisper", "encoder-decoder"),
+        ("gemma3n_text", "use the keys and values of others"),
+        ("rwkv", "recurrent state"),
+        ("bloom", "attention interface"),
+    ],
+)
+def test_unsupported_kinds_are_refused_before_weights_load(tmp_path, model_type, reason):
+    AutoConfig.for_model(model_type).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=f"{model_type}.* is not supported: .*{reason}"):
+        load(pretrained(tmp_path))
+
+
+def test_quantised_checkpoints_are_refused(own_copy):
+    values = json.loads((own_copy / "config.json").read_text())
+    values["quantization_config"] = {"quant_method": "fp8"}
+    (own_copy / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ModelError, match="its checkpoint is quantised"):
+        load(pretrained(own_copy))
+
+
+@pytest.mark.parametrize(
+    "model_type", ["qwen3", "llama", "mistral", "gemma2", "gemma3_text", "phi3", "gpt_oss", "gpt_neox"]
+)
+def test_supported_kinds_pass(tmp_path, model_type):
+    AutoConfig.for_model(model_type).save_pretrained(tmp_path)
+    assert load_architecture(pretrained(tmp_path)).model_type == model_type
