@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -31,6 +32,13 @@ SHAPE = {
     "head_dim": 8,
     "max_position_embeddings": 128,
 }
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _imported_modules_are_not_collected() -> None:
+    """Upstream runs a full collection at each stop, half a second with all that torch and transformers import."""
+    gc.collect()
+    gc.freeze()
 
 
 def build_model(name: str) -> PreTrainedModel:

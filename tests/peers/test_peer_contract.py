@@ -1,4 +1,4 @@
-"""What a caller may rely on from either peer: checked requests, ids, times, errors, and a model given back as it was."""
+"""What a caller may rely on from either peer: checked requests, ids, times, errors, a model given back as it was."""
 
 from __future__ import annotations
 

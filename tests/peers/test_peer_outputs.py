@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from transformers import GptOssConfig, GptOssForCausalLM, MistralConfig, MistralForCausalLM
 
+SHAPE = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+}
 LIMITS = [3, 8, 5, 1, 8, 2]
 
 
@@ -93,6 +104,24 @@ def test_eager_attention(make_driver, prompts, qwen3, generate_alone):
         assert qwen3.config._attn_implementation == "eager"
 
 
+@pytest.mark.parametrize(
+    ("model_class", "config_class", "extra"),
+    [
+        (MistralForCausalLM, MistralConfig, {"num_hidden_layers": 2}),
+        (GptOssForCausalLM, GptOssConfig, {"num_hidden_layers": 4, "num_local_experts": 4}),
+    ],
+)
+def test_sliding_windows(make_driver, prompts, generate_alone, model_class, config_class, extra):
+    torch.manual_seed(0)
+    model = model_class(config_class(**(SHAPE | {"sliding_window": 8, "pad_token_id": 0} | extra))).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    expected = [generate_alone(model, prompt, 8) for prompt in prompts]
+    completions = drive(make_driver(model), prompts, num_generations=2)
+    assert [c.completion_ids for c in completions] == [ids for ids in expected for _ in range(2)]
+
+
 def test_more_requests_than_a_batch_takes(make_driver, qwen3, prompts, generate_alone):
     completions = drive(make_driver(qwen3, max_requests_per_batch=4), prompts, num_generations=2)
     expected = [generate_alone(qwen3, prompt, 8) for prompt in prompts]
@@ -125,3 +154,12 @@ def test_manager_with_shared_blocks(make_manager, qwen3, generate_alone):
         completions = drive(driver, prompts, num_generations=2)
         assert [c.completion_ids for c in completions] == [ids for ids in expected for _ in range(2)]
     assert driver.resolved["block_sharing"] is True
+
+
+def test_manager_where_a_forks_parent_would_be_alone_with_nothing_to_run(make_manager, qwen3, generate_alone):
+    one_token = drive(make_manager(qwen3), [[7]], num_generations=2)
+    assert [c.completion_ids for c in one_token] == [generate_alone(qwen3, [7], 8)] * 2
+    prompt = list(range(1, 18))
+    driver = make_manager(qwen3, allow_block_sharing=True, page_size=4, max_requests_per_batch=1)
+    completions = drive(driver, [prompt, prompt], num_generations=2, max_new_tokens=1)
+    assert [c.completion_ids for c in completions] == [generate_alone(qwen3, prompt, 1)] * 4
