@@ -11,10 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import hydra
-from hydra._internal.utils import get_args_parser
 from omegaconf import DictConfig
 
-from cbexp.composer import HYDRA_VERSION_BASE, register_job_folder
+from cbexp.composer import HYDRA_VERSION_BASE, parse_arguments, register_job_folder
 from cbexp.config import register_schema
 from cbexp.errors import CbexpError, ConfigError, ResultsError
 from cbexp.job_runner import JobRunner, report_error, say
@@ -41,7 +40,7 @@ def main(argv: list[str] | None = None) -> None:
     register_schema()
     register_job_folder()
     with _command_line(arguments):
-        args = get_args_parser().parse_args(arguments)
+        args = parse_arguments(arguments)
         exit_code = _show_information() if _asks_for_information(args) else _run_command(args)
     if exit_code:
         sys.exit(exit_code)

@@ -1,12 +1,14 @@
-"""Composes configurations exactly as `hydra.main` will, without running anything; the only user of Hydra's internals."""
+"""Composes configurations just as `hydra.main` will, and runs nothing; the only user of Hydra's internals."""
 
 from __future__ import annotations
 
 import copy
 import os
 import re
-from collections.abc import Iterator
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +16,7 @@ from hydra import version
 from hydra._internal.core_plugins.basic_launcher import BasicLauncherConf
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper, BasicSweeperConf
 from hydra._internal.hydra import Hydra
-from hydra._internal.utils import create_config_search_path
+from hydra._internal.utils import create_config_search_path, get_args_parser
 from hydra.conf import HydraConf
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
@@ -36,10 +38,13 @@ class Composer:
     def __init__(self, hydra: Hydra, config_name: str) -> None:
         self._hydra = hydra
         self._config_name = config_name
-        self.groups: dict[str, list[str]] = {
-            group: list(hydra.config_loader.get_group_options(group))
-            for group in hydra.list_all_config_groups()
-            if group.split("/")[0] != "hydra"
+
+    @cached_property
+    def groups(self) -> dict[str, list[str]]:
+        """The choices of each configuration group, the user's own included; Hydra's groups are left out."""
+        loader = self._hydra.config_loader
+        return {
+            group: loader.get_group_options(group) for group in loader.list_groups("") if group != "hydra"
         }
 
     def compose_common(self, overrides: list[str]) -> DictConfig:
@@ -81,6 +86,11 @@ def open_composer(conf_dir: Path, config_dir: str | None, config_name: str) -> I
         GlobalHydra.instance().clear()
 
 
+def parse_arguments(arguments: Sequence[str]) -> Namespace:
+    """Return what Hydra's own parser makes of a command line; a bad flag exits with 2."""
+    return get_args_parser().parse_args(arguments)  # type: ignore[no-any-return]
+
+
 def parse_overrides(overrides: list[str]) -> list[Override]:
     """Return the parsed `key=value` arguments; raises Hydra's `OverrideParseException`."""
     return OverridesParser.create().parse_overrides(overrides)
@@ -106,8 +116,10 @@ def expand_sweep(common: DictConfig) -> list[list[str]]:
 
 def list_overrides(hydra_node: HydraConf | DictConfig, kind: Literal["task", "hydra"]) -> list[str]:
     """Return the overrides that a configuration was composed with, as they were written."""
-    written: list[str] = OmegaConf.to_container(getattr(hydra_node.overrides, kind), resolve=False)
-    return written
+    # Unresolved: an override may hold ${hydra:...}, which means something inside its job alone.
+    return [
+        str(text) for text in OmegaConf.to_container(getattr(hydra_node.overrides, kind), resolve=False) or []
+    ]
 
 
 @contextmanager
@@ -137,7 +149,7 @@ def register_job_folder() -> None:
 
 
 def name_job_folder(job_num: int, override_dirname: str) -> str:
-    """Return `2_compile=eager_ignore_eos=true`: the job's number and its overrides, short and safe in any file system."""
+    """Return `2_compile=eager_ignore_eos=true`: job number and overrides, short and safe in any file system."""
     short = [re.sub(r"^\W*(\w+[.@/])*", "", item) for item in override_dirname.split(",")]
     safe = re.sub(r"[^\w.=-]+", "-", "_".join(item for item in short if item))
     return f"{job_num}_{safe}"[:MAX_JOB_FOLDER_LENGTH].rstrip("_-.=")

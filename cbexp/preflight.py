@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +50,7 @@ def check_command(args: Namespace, conf_dir: Path) -> CheckedCommand:
         raise ConfigError(f"--config-path={args.config_path}: add your own yamls with --config-dir instead.")
     with open_composer(conf_dir, args.config_dir, args.config_name or PRIMARY_CONFIG) as composer:
         with _explained(args.overrides, composer):
-            _check_group_overrides(args.overrides, composer.groups)
+            _check_group_overrides(args.overrides, composer)
             common = composer.compose_common(args.overrides)
             is_multirun = args.multirun or common.hydra.mode == RunMode.MULTIRUN
             if not is_multirun:
@@ -99,12 +99,13 @@ def _explained(overrides: list[str], composer: Composer, where: str = "") -> Ite
         raise ConfigError(where + explain_error(error, overrides, composer.groups)) from error
 
 
-def _check_group_overrides(overrides: list[str], groups: Mapping[str, Sequence[str]]) -> None:
+def _check_group_overrides(overrides: list[str], composer: Composer) -> None:
     """Refuse `model=null`, `model=3` and `model=[a,b]`, on which Hydra stumbles without naming the group."""
     for override in parse_overrides(overrides):
+        is_named = override.is_sweep_override() or isinstance(override.value(), str)
         key = override.get_key_element()
-        if key in groups and not override.is_sweep_override() and not isinstance(override.value(), str):
-            raise ConfigError(explain_choice(key, override.get_value_element_as_str(), groups[key]))
+        if not is_named and key in composer.groups:
+            raise ConfigError(explain_choice(key, override.get_value_element_as_str(), composer.groups[key]))
 
 
 def _refuse_sweep(overrides: list[str], common: DictConfig) -> None:

@@ -1,0 +1,172 @@
+"""Every shipped yaml composes and validates; overrides win in the documented order; architectures are the true ones."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from cbexp.cli import conf_dir
+from cbexp.composer import parse_arguments, register_job_folder
+from cbexp.config import (
+    COMPILE_MODES,
+    DATASET_KINDS,
+    DRIVERS,
+    TRACKING_MODES,
+    ExperimentConfig,
+    register_schema,
+)
+from cbexp.idle_settings import idle_settings
+from cbexp.preflight import check_command
+
+CHOICES = sorted(
+    (path.parent.name, path.stem) for path in conf_dir().glob("*/*.yaml") if path.parent.parent == conf_dir()
+)
+MODELS = [choice for group, choice in CHOICES if group == "model"]
+EXPERIMENTS = [choice for group, choice in CHOICES if group == "experiment"]
+# What a choice cannot know: a user must say it.
+NEEDS = {
+    ("model", "hf"): ["model.name_or_path=org/name"],
+    ("dataset", "jsonl"): ["dataset.path=rows.jsonl"],
+    ("dataset", "synthetic_file"): ["dataset.lengths_file=lengths.txt"],
+}
+SINGLE_EXPERIMENTS = [name for name in EXPERIMENTS if name != "compile_modes"]
+IDENTITIES = ("name", "kind", "mode")
+
+
+@pytest.fixture(autouse=True)
+def _registered():
+    register_schema()
+    register_job_folder()
+
+
+def check(*arguments):
+    return check_command(parse_arguments(arguments), conf_dir())
+
+
+def compose(*overrides) -> ExperimentConfig:
+    (job,) = check(*overrides).jobs
+    return job.config
+
+
+def test_every_group_has_choices():
+    assert {group for group, _ in CHOICES} == {
+        "adapter", "cache", "compile", "dataset", "driver", "experiment", "model", "sampling", "tracking",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("group", "choice"), [pair for pair in CHOICES if pair[0] != "experiment"])
+def test_shipped_choice_composes_under_its_own_name_and_leaves_nothing_idle(group, choice):
+    config = compose(f"{group}={choice}", *NEEDS.get((group, choice), []))
+    settings = getattr(config, group)
+    assert next(getattr(settings, key) for key in IDENTITIES if hasattr(settings, key)) == choice
+    assert idle_settings(config) == []
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_shipped_experiment_composes_under_its_own_name_and_leaves_nothing_idle(experiment):
+    for job in check(f"experiment={experiment}").jobs:
+        assert job.config.name == experiment
+        assert idle_settings(job.config) == []
+
+
+@pytest.mark.parametrize(("group", "choice"), [pair for pair in CHOICES if pair[0] != "experiment"])
+def test_shipped_choice_repeats_no_default(group, choice):
+    written = yaml.safe_load(Path(conf_dir(), group, f"{choice}.yaml").read_text())
+    default = getattr(ExperimentConfig(), group)
+    values = {
+        key: value for key, value in written.items() if key not in (*IDENTITIES, "defaults", "name_or_path")
+    }
+    assert [key for key, value in values.items() if value == getattr(default, key)] == []
+
+
+def test_every_compile_mode_driver_and_tracking_mode_is_a_choice():
+    for group, values in (("compile", COMPILE_MODES), ("driver", DRIVERS), ("tracking", TRACKING_MODES)):
+        assert {choice for own, choice in CHOICES if own == group} == set(values)
+
+
+def test_every_dataset_kind_is_used():
+    kinds = {yaml.safe_load(path.read_text())["kind"] for path in conf_dir().glob("dataset/*.yaml")}
+    assert kinds == set(DATASET_KINDS)
+
+
+def test_plain_command_is_the_tiny_model_on_arithmetic():
+    config = compose()
+    assert (config.model.name_or_path, config.dataset.kind, config.dataset.verifier) == (
+        "builtin:tiny", "arithmetic", "arithmetic",
+    )  # fmt: skip
+    assert config.driver.name == "sync"
+    assert config.max_new_tokens < 512
+
+
+@pytest.mark.parametrize("model", [name for name in MODELS if name != "tiny"])
+def test_other_models_bring_dapo_math_and_512_tokens(model):
+    config = compose(f"model={model}", *NEEDS.get(("model", model), []))
+    assert (config.dataset.name, config.max_new_tokens) == ("dapo_math", 512)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("experiment", SINGLE_EXPERIMENTS)
+def test_experiment_wins_over_what_a_model_brings(model, experiment):
+    config = compose(f"experiment={experiment}", f"model={model}", *NEEDS.get(("model", model), []))
+    assert config.dataset.kind == "synthetic"
+    assert config.model.name == model
+    assert config.max_new_tokens == {"smoke": 16, "rollout_32": 512, "rollout_256": 512}[experiment]
+
+
+def test_order_on_the_command_line_does_not_matter():
+    assert compose("model=tiny", "experiment=smoke") == compose("experiment=smoke", "model=tiny")
+
+
+@pytest.mark.parametrize("experiment", SINGLE_EXPERIMENTS)
+@pytest.mark.parametrize("model", ["tiny", "qwen3_4b"])
+def test_command_line_wins_over_model_and_experiment(model, experiment):
+    config = compose(
+        f"experiment={experiment}", "dataset=gsm8k", f"model={model}", "sampling.max_new_tokens=9"
+    )
+    assert config.dataset.name == "gsm8k"
+    assert config.max_new_tokens == 9
+    assert compose(f"model={model}", "dataset=gsm8k").dataset.name == "gsm8k"
+
+
+@pytest.mark.parametrize(
+    ("experiment", "num_prompts", "num_tokens"), [("rollout_32", 32, 6168), ("rollout_256", 256, 51013)]
+)
+def test_rollout_workloads_have_their_known_size(experiment, num_prompts, num_tokens):
+    config = compose(f"experiment={experiment}", "model=qwen3_4b", "model.init=random")
+    dataset = config.dataset
+    draw = random.Random(dataset.lengths_seed)
+    lengths = [draw.randint(dataset.min_length, dataset.max_length) for _ in range(dataset.num_prompts)]
+    assert (len(lengths), sum(lengths)) == (num_prompts, num_tokens)
+    assert config.sampling.ignore_eos
+    assert (config.cache.block_sharing, config.max_new_tokens) == ("off", 512)
+
+
+def test_compile_modes_is_a_multirun_over_all_of_them():
+    command = check("experiment=compile_modes")
+    assert command.is_multirun
+    assert [job.config.compile.mode for job in command.jobs] == list(COMPILE_MODES)
+    narrowed = check("experiment=compile_modes", "compile=eager,default")
+    assert [job.config.compile.mode for job in narrowed.jobs] == ["eager", "default"]
+
+
+@pytest.mark.parametrize(
+    ("model", "num_parameters"),
+    [
+        # Counted over the published checkpoints' tensors, tied embeddings once.
+        ("qwen3_0_6b", 596_049_920),
+        ("qwen3_4b", 4_022_468_096),
+        ("qwen3_8b", 8_190_735_360),
+        ("llama3_2_1b", 1_235_814_400),
+    ],
+)
+def test_random_architecture_is_the_true_one(model, num_parameters):
+    written = dict(compose(f"model={model}", "model.init=random").model.architecture)
+    config = AutoConfig.for_model(written.pop("model_type"), **written)
+    for key, value in written.items():
+        assert getattr(config, key) == value
+    with torch.device("meta"):
+        built = AutoModelForCausalLM.from_config(config)
+    assert sum(parameter.numel() for parameter in built.parameters()) == num_parameters
