@@ -118,6 +118,7 @@ class ManagerSession(StopsAtExit):
         With block sharing the prompts go in sorted, as upstream's own `add_requests` does for the sake of its
         prefix cache.
         """
+        self.check_thread()
         self._callers.clear()
         blocks_needed = count_blocks_needed(
             groups, self.batching_config.page_size, sector_slack_blocks(self._model.config)
