@@ -1,0 +1,169 @@
+"""scripts/setup and scripts/run, with a stand-in for Python and pip that only writes down what it is asked."""
+
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# As Python it makes a .venv that holds itself; as pip it logs its arguments, and stops halfway where a file says so.
+STAND_IN = f"""#!/usr/bin/env bash
+here=$(dirname "$0"); log=@ROOT@/pip.log
+case "$*" in
+  "-m venv --clear "*)
+    rm -rf "$4"; mkdir -p "$4/bin" "$4/lib/python3/site-packages/pip.dist-info"
+    touch "$4/lib/python3/site-packages/pip.dist-info/RECORD"; cp "$0" "$4/bin/python"; echo venv >> "$log" ;;
+  "-m pip --version") ;;
+  "-m pip install"*)
+    echo "pip ${{*:3}}" >> "$log"
+    if [ -e @ROOT@/slow_pip ]; then sleep 1; fi
+    if [ -e @ROOT@/kill_pip ]; then mkdir "$here/../lib/python3/site-packages/torn.dist-info"; kill -9 $$; fi
+    if [ -e @ROOT@/fail_pip ]; then echo "no such release" >&2; exit 1; fi ;;
+  "-P -c import cbexp") [ ! -e @ROOT@/unimportable ] ;;
+  "-P -m cbexp"*) pwd; printf '%s\\n' "${{@:4}}"; exit 7 ;;
+  *) exec {sys.executable} "$@" ;;
+esac
+"""
+NUM_PIP_CALLS = 2
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A checkout with the scripts alone, in a folder whose name has a space."""
+    root = tmp_path / "a checkout"
+    shutil.copytree(ROOT / "scripts", root / "scripts")
+    shutil.copy(ROOT / "pyproject.toml", root)
+    stand_in = tmp_path / "python3"
+    stand_in.write_text(STAND_IN.replace("@ROOT@", f"'{root}'"))
+    stand_in.chmod(0o755)
+    return root
+
+
+def start(checkout, script="setup", *args, cwd="/", python=None):
+    return subprocess.Popen(
+        [checkout / "scripts" / script, *args],
+        cwd=cwd,
+        env={"PATH": "/usr/bin:/bin", "CBEXP_PYTHON": str(python or checkout.parent / "python3")},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(checkout, script="setup", *args, **options):
+    process = start(checkout, script, *args, **options)
+    stdout, stderr = process.communicate(timeout=30)
+    return process.returncode, stdout, stderr
+
+
+def read_log(checkout):
+    log = checkout / "pip.log"
+    calls = log.read_text().splitlines() if log.exists() else []
+    log.unlink(missing_ok=True)
+    return calls
+
+
+def test_first_setup_installs_the_pinned_set_and_says_so(checkout):
+    code, stdout, stderr = run(checkout)
+    assert (code, stdout) == (0, "")
+    assert "making" in stderr
+    assert "installing the pinned packages" in stderr
+    venv, build_tools, everything = read_log(checkout)
+    assert venv == "venv"
+    assert "hatchling" in build_tools
+    assert f"-e {checkout}[dev]" in everything
+    assert all(f"-c {checkout}/scripts/constraints.txt" in call for call in (build_tools, everything))
+
+
+def test_second_setup_does_nothing_silently_and_fast(checkout):
+    run(checkout)
+    read_log(checkout)
+    durations_s = []
+    for _ in range(3):
+        start_s = time.perf_counter()
+        assert run(checkout) == (0, "", "")
+        durations_s.append(time.perf_counter() - start_s)
+    assert min(durations_s) < 0.5
+    assert read_log(checkout) == []
+
+
+@pytest.mark.parametrize("changed", ["pyproject.toml", "scripts/constraints.txt"])
+def test_a_changed_requirement_updates_the_environment(checkout, changed):
+    run(checkout)
+    read_log(checkout)
+    with (checkout / changed).open("a") as file:
+        file.write("# changed\n")
+    run(checkout)
+    assert len(read_log(checkout)) == NUM_PIP_CALLS
+
+
+def test_a_failed_installation_is_an_error_and_is_repeated(checkout):
+    (checkout / "fail_pip").touch()
+    code, _, stderr = run(checkout)
+    assert code == 1
+    assert "no such release" in stderr
+    assert "ready" not in stderr
+    (checkout / "fail_pip").unlink()
+    read_log(checkout)
+    assert run(checkout)[0] == 0
+    assert len(read_log(checkout)) == NUM_PIP_CALLS
+
+
+def test_a_killed_installation_is_repeated_from_the_start(checkout):
+    (checkout / "kill_pip").touch()
+    assert run(checkout)[0] != 0
+    (checkout / "kill_pip").unlink()
+    read_log(checkout)
+    assert run(checkout)[0] == 0
+    assert read_log(checkout)[0] == "venv"
+
+
+def test_an_environment_that_cannot_import_cbexp_is_mended(checkout):
+    run(checkout)
+    read_log(checkout)
+    (checkout / "unimportable").touch()
+    run(checkout)
+    assert len(read_log(checkout)) == NUM_PIP_CALLS
+
+
+def test_a_moved_checkout_gets_a_new_environment(checkout):
+    run(checkout)
+    moved = checkout.rename(checkout.with_name("moved"))
+    stand_in = moved.parent / "python3"
+    stand_in.write_text(STAND_IN.replace("@ROOT@", f"'{moved}'"))
+    read_log(moved)
+    run(moved)
+    assert read_log(moved)[0] == "venv"
+
+
+def test_concurrent_setups_install_once(checkout):
+    (checkout / "slow_pip").touch()
+    processes = [start(checkout) for _ in range(3)]
+    outcomes = [(process.communicate(timeout=30)[1], process.returncode) for process in processes]
+    assert [code for _, code in outcomes] == [0, 0, 0]
+    assert len(read_log(checkout)) == 1 + NUM_PIP_CALLS
+    assert sum("waiting for another setup" in stderr for stderr, _ in outcomes) == 2
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_without_a_suitable_python_the_error_says_what_to_do(checkout, tmp_path, exists):
+    too_old = tmp_path / "python3.9"
+    if exists:
+        too_old.write_text("#!/bin/sh\nexit 1\n")
+        too_old.chmod(0o755)
+    code, _, stderr = run(checkout, python=too_old)
+    assert code == 1
+    assert f"needs Python 3.11 or newer with the modules venv and ensurepip; looked for: {too_old}" in stderr
+    assert "CBEXP_PYTHON=" in stderr
+    assert not (checkout / ".venv").exists()
+
+
+def test_run_passes_arguments_folder_and_exit_code(checkout, tmp_path):
+    code, stdout, _ = run(checkout, "run", "name=two words", "-m", "seed=1,2", cwd=tmp_path)
+    assert code == 7
+    assert stdout.splitlines() == [str(tmp_path), "name=two words", "-m", "seed=1,2"]
