@@ -1,26 +1,35 @@
-"""For every test: no network, no account, one thread a process; GPU tests skip without a GPU."""
+"""For every test: no network, no account, one thread a process, outputs in a temporary folder, GPU tests on a GPU."""
 
 import os
 
+import pytest
+
+# Set before torch is imported, and inherited by the processes that tests start.
 os.environ.update(
     HF_HUB_OFFLINE="1",
     HF_HUB_DISABLE_TELEMETRY="1",
+    OMP_NUM_THREADS="1",
     TOKENIZERS_PARALLELISM="false",
     WANDB_MODE="offline",
     WANDB_SILENT="true",
 )
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.pop("WANDB_API_KEY", None)
 
-import pytest
-import torch
 
-torch.set_num_threads(1)
+@pytest.fixture(scope="session", autouse=True)
+def _outputs_in_temporary_folder(tmp_path_factory):
+    """What a test writes to a relative path (outputs/, wandb/) stays out of the repository."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("cwd"))
+        yield
 
 
 def pytest_collection_modifyitems(items):
-    if torch.cuda.is_available():
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_items:
         return
-    skip = pytest.mark.skip(reason="needs a CUDA device")
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(skip)
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
