@@ -24,7 +24,17 @@ from safetensors import SafetensorError
 from cbexp.errors import CbexpError
 
 UNREACHABLE_ERRORS = (LocalEntryNotFoundError, ConnectionError, TimeoutError, HTTPError)
-LOADING_ERRORS = (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, ImportError)
+LOADING_ERRORS = (
+    OSError,
+    ValueError,
+    RuntimeError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    ImportError,
+    SafetensorError,
+    HTTPError,
+)
 
 
 @dataclass(frozen=True)
@@ -55,7 +65,7 @@ def resolve_source(source: Source, error_class: type[CbexpError]) -> Source:
     """Expand `~` and refuse a path without a folder; a name that may be a hub id is left to the hub.
 
     Raises:
-        error_class: the name is a path and there is no folder, or it is a file.
+        error_class: the name is a path and there is no folder, it is a file, or a folder is to have a revision.
     """
     path = Path(source.name).expanduser()
     if path.is_file():
@@ -64,20 +74,27 @@ def resolve_source(source: Source, error_class: type[CbexpError]) -> Source:
         raise error_class(
             f"{source.key}={source.name}: there is no such folder (looked in {path.absolute()})."
         )
+    if path.is_dir() and source.revision is not None:
+        raise error_class(
+            f"{source.key}={source.name} is a folder here and has no revisions: remove revision={source.revision}."
+        )
     return Source(source.kind, source.key, str(path) if path.is_dir() else source.name, source.revision)
 
 
 @contextmanager
-def explained_loading(source: Source, error_class: type[CbexpError]) -> Iterator[None]:
-    """Turn what transformers, PEFT, datasets and the hub raise while loading `source` into one `error_class`.
+def explained_loading(
+    source: Source, error_class: type[CbexpError], *more_errors: type[Exception]
+) -> Iterator[None]:
+    """Turn what transformers, PEFT and the hub (and `more_errors`) raise while loading `source` into one `error_class`.
 
     Out-of-memory errors and errors of cbexp's own pass unchanged.
     """
+    explained: tuple[type[Exception], ...] = (*LOADING_ERRORS, *more_errors)
     try:
         yield
     except (CbexpError, torch.OutOfMemoryError):
         raise
-    except (*LOADING_ERRORS, SafetensorError, HTTPError) as error:
+    except explained as error:
         raise error_class(explain_loading_error(error, source)) from error
 
 
@@ -98,7 +115,10 @@ def explain_loading_error(error: BaseException, source: Source) -> str:
         return f"{source} has a damaged safetensors file ({first_line(error)}). Download or copy it again."
     if any(isinstance(cause, JSONDecodeError) for cause in causes):
         return f"{source} has a damaged JSON file ({first_line(error)})."
-    return f"{source} cannot be loaded: {first_line(error)}"
+    reason = first_line(error)
+    if error.__cause__ is not None and first_line(error.__cause__) not in reason:
+        reason += f" ({first_line(error.__cause__)})"
+    return f"{source} cannot be loaded: {reason}"
 
 
 def first_line(error: BaseException) -> str:

@@ -143,7 +143,7 @@ def test_unreadable_adapters_are_explained(tmp_path, monkeypatch):
     with pytest.raises(ModelError, match="damaged safetensors file"):
         load(lora(path=str(folder)))
     weights.unlink()
-    with pytest.raises(ModelError, match="adapter .* cannot be loaded"):
+    with pytest.raises(ModelError, match=r"adapter .* cannot be loaded"):
         load(lora(path=str(folder)))
 
 

@@ -330,7 +330,7 @@ def test_missing_weights_are_not_made_up(own_copy):
     ):
         load(pretrained(own_copy))
     (own_copy / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match="cannot be loaded: .*no file named"):
+    with pytest.raises(ModelError, match=r"cannot be loaded: .*no file named"):
         load(pretrained(own_copy))
 
 

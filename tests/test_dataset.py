@@ -1,0 +1,403 @@
+"""Prompts of every kind of dataset, and what a user reads when a dataset lacks something."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from huggingface_hub.errors import OfflineModeIsEnabled
+
+from cbexp.config import DatasetConfig
+from cbexp.dataset import PromptSet, load_prompts, needs_tokenizer
+from cbexp.errors import DatasetError
+from tests.model_fixtures import build_tokenizer
+
+TOKENIZER = build_tokenizer()
+VOCAB_SIZE = 300
+BOS_ID = 256
+
+
+def load(config: DatasetConfig, seed: int = 0, tokenizer: Any = TOKENIZER) -> PromptSet:
+    return load_prompts(config, tokenizer, VOCAB_SIZE, seed)
+
+
+def jsonl(path: Path, *rows: Any, **settings: Any) -> DatasetConfig:
+    """The configuration of a JSON lines file with `rows` (objects, or lines as they are)."""
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    settings.setdefault("num_prompts", 1)
+    return DatasetConfig(kind="jsonl", name="jsonl", path=str(path), prompt_field="prompt", **settings)
+
+
+def arithmetic(**settings: Any) -> DatasetConfig:
+    return DatasetConfig(kind="arithmetic", verifier="arithmetic", **settings)
+
+
+# Chat templates and tokens
+
+
+def test_prompts_are_rendered_with_a_single_bos(tmp_path):
+    prompts = load(jsonl(tmp_path / "rows", {"prompt": "Hi"}))
+    assert prompts.texts == ["<s>[user]Hi[assistant]"]
+    assert prompts.prompt_ids[0].count(BOS_ID) == 1
+    assert prompts.prompt_ids[0][0] == BOS_ID
+    assert TOKENIZER.decode(prompts.prompt_ids[0][1:]) == "[user]Hi[assistant]"
+    assert (prompts.answers, prompts.verifier) == (None, None)
+
+
+def test_chat_rows_and_a_system_prompt(tmp_path):
+    chat = [
+        {"role": "user", "content": "1?"},
+        {"role": "assistant", "content": "1."},
+        {"role": "user", "content": "2?"},
+    ]
+    config = jsonl(tmp_path / "rows", {"prompt": chat}, system_prompt="Be brief.")
+    assert load(config).texts == ["<s>[system]Be brief.[user]1?[assistant]1.[user]2?[assistant]"]
+
+
+def test_a_system_prompt_does_not_replace_the_rows_own(tmp_path):
+    chat = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
+    with pytest.raises(DatasetError, match=r"line 1 of .* its own system message"):
+        load(jsonl(tmp_path / "rows", {"prompt": chat}, system_prompt="Be brief."))
+
+
+def test_a_template_from_a_file_goes_first(tmp_path):
+    template = tmp_path / "bare.jinja"
+    template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    config = jsonl(tmp_path / "rows", {"prompt": "Hi"}, chat_template=str(template))
+    assert load(config, tokenizer=build_tokenizer(chat_template=None)).prompt_ids == [
+        TOKENIZER("Hi", add_special_tokens=False)["input_ids"]
+    ]
+
+
+def test_template_kwargs_reach_the_template(tmp_path):
+    config = jsonl(tmp_path / "rows", {"prompt": "Hi"}, chat_template_kwargs={"enable_thinking": False})
+    assert load(config).texts == ["<s>[user]Hi[no thinking][assistant]"]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"enable_thinkin": True}, "the chat template does not read it. Did you mean 'enable_thinking'"),
+        ({"tokenize": True}, "tokenize is set by cbexp"),
+    ],
+)
+def test_template_kwargs_without_effect_are_refused(tmp_path, kwargs, message):
+    with pytest.raises(DatasetError, match=message):
+        load(jsonl(tmp_path / "rows", {"prompt": "Hi"}, chat_template_kwargs=kwargs))
+
+
+def test_no_chat_template_names_the_setting(tmp_path):
+    with pytest.raises(DatasetError, match=r"no chat template .* dataset\.chat_template"):
+        load(jsonl(tmp_path / "rows", {"prompt": "Hi"}), tokenizer=build_tokenizer(chat_template=None))
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "cannot be read: No such file"),
+        ("{% for %}", "the chat template refuses line 1"),
+        ("{{ raise_exception('no system role') }}", "refuses line 1 of .*: no system role"),
+        ("{# nothing #}", "prompt is empty once the chat template is applied"),
+    ],
+)
+def test_bad_template_files_are_explained(tmp_path, template, message):
+    path = tmp_path / "template.jinja"
+    if template is not None:
+        path.write_text(template)
+    with pytest.raises(DatasetError, match=message):
+        load(jsonl(tmp_path / "rows", {"prompt": "Hi"}, chat_template=str(path)))
+
+
+def test_text_without_a_tokenizer_is_refused(tmp_path):
+    config = jsonl(tmp_path / "rows", {"prompt": "Hi"})
+    assert needs_tokenizer(config)
+    with pytest.raises(DatasetError, match="needs a tokenizer"):
+        load(config, tokenizer=None)
+
+
+def test_a_tokenizer_of_another_model_is_noticed(tmp_path):
+    with pytest.raises(
+        DatasetError, match="token id 256, and the model knows 0 to 99: the tokenizer does not belong"
+    ):
+        load_prompts(jsonl(tmp_path / "rows", {"prompt": "Hi"}), TOKENIZER, 100, seed=0)
+
+
+# Arithmetic
+
+
+def test_arithmetic_prompts_come_with_answers_and_follow_the_seed():
+    prompts, again, other = (
+        load(arithmetic(num_prompts=5)),
+        load(arithmetic(num_prompts=5)),
+        load(arithmetic(num_prompts=5), 1),
+    )
+    assert prompts.texts == again.texts != other.texts
+    assert len(prompts.prompt_ids) == len(prompts.answers or []) == 5
+    assert prompts.verifier is not None
+    assert all(prompts.verifier(f"= {answer}", answer) for answer in prompts.answers or [])
+
+
+# JSON lines
+
+
+def test_jsonl_fields_answers_and_blank_lines(tmp_path):
+    rows = ({"q": "A", "a": 4}, "", {"q": "B", "a": "5"})
+    config = jsonl(tmp_path / "rows", *rows, num_prompts=2, verifier="math", answer_field="a")
+    config.prompt_field = "q"
+    prompts = load(config)
+    assert prompts.answers == ["4", "5"]
+    assert prompts.verifier is not None
+    assert prompts.verifier(r"\boxed{5}", "5")
+
+
+def test_jsonl_is_shuffled_by_its_seed(tmp_path):
+    rows = [{"prompt": str(i)} for i in range(20)]
+    plain, shuffled = (
+        load(jsonl(tmp_path / "rows", *rows, num_prompts=20, shuffle_seed=seed)).texts or []
+        for seed in (None, 3407)
+    )
+    assert plain != shuffled
+    assert sorted(plain) == sorted(shuffled)
+    assert shuffled == load(jsonl(tmp_path / "rows", *rows, num_prompts=20, shuffle_seed=3407)).texts
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("{broken", r"line 2 of .*rows is not valid JSON: .* at column 2"),
+        ("[1]", "line 2 of .*rows holds a JSON list"),
+        ({"question": "?", "id": 1}, "line 2 of .*rows has no field 'prompt'. Its fields: question, id"),
+        ({"prompt": "  "}, "line 2 of .*rows: its prompt is empty"),
+        ({"prompt": []}, "line 2 of .*rows: its prompt is empty"),
+        ({"prompt": [{"role": "user", "content": ""}]}, "line 2 of .*rows: its prompt is empty"),
+        ({"prompt": 3}, "line 2 of .*rows: its prompt is of type int"),
+        ({"prompt": None}, "line 2 of .*rows: its prompt is of type NoneType"),
+        ({"prompt": ["x"]}, "line 2 of .*rows: a chat message is an object"),
+        ({"prompt": [{"role": "user"}]}, "line 2 of .*rows: a chat message needs a role and a content"),
+    ],
+)
+def test_bad_rows_are_named(tmp_path, row, message):
+    with pytest.raises(DatasetError, match=message):
+        load(jsonl(tmp_path / "rows", {"prompt": "fine"}, row, num_prompts=2))
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "?"}, "has no field 'answer'. Its fields: prompt"),
+        (
+            {"prompt": "?", "answer": None},
+            r"line 1 of .* has no answer, and dataset\.verifier=gsm8k compares",
+        ),
+        ({"prompt": "?", "answer": "x"}, "verifier=gsm8k cannot use its answer 'x': it holds no number"),
+    ],
+)
+def test_bad_answers_are_named_when_a_verifier_reads_them(tmp_path, row, message):
+    with pytest.raises(DatasetError, match=message):
+        load(jsonl(tmp_path / "rows", row, verifier="gsm8k", answer_field="answer"))
+
+
+def test_too_few_rows_gives_both_counts(tmp_path):
+    with pytest.raises(DatasetError, match=r"num_prompts=3 are asked for, and .* has 2 rows"):
+        load(jsonl(tmp_path / "rows", {"prompt": "a"}, {"prompt": "b"}, num_prompts=3))
+
+
+def test_files_that_cannot_be_read_are_explained(tmp_path):
+    config = jsonl(tmp_path / "rows", {"prompt": "a"})
+    (tmp_path / "rows").write_bytes(b'{"prompt": "\xff"}')
+    with pytest.raises(DatasetError, match="is not UTF-8 text"):
+        load(config)
+    (tmp_path / "rows").unlink()
+    with pytest.raises(DatasetError, match="rows cannot be read: No such file"):
+        load(config)
+
+
+# Hub datasets, here as folders in the same format
+
+
+@pytest.fixture(scope="module")
+def hub_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two configurations, as DAPO-Math-17k-Processed has them, in Parquet."""
+    folder = tmp_path_factory.mktemp("dapo")
+    for language in ("en", "cn"):
+        rows = [
+            {"prompt": f"{language} {i}?", "solution": str(i), "reward_model": {"style": "rule"}}
+            for i in range(40)
+        ]
+        (folder / language).mkdir()
+        datasets.Dataset.from_list(rows).to_parquet(str(folder / language / "train.parquet"))
+    configs = "\n".join(
+        f"- config_name: {language}\n  data_files:\n  - split: train\n    path: {language}/*.parquet"
+        for language in ("en", "cn")
+    )
+    (folder / "README.md").write_text(f"---\nconfigs:\n{configs}\n---\n")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _own_dataset_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "datasets_cache"
+    )
+
+
+def hub(path: Path | str, **settings: Any) -> DatasetConfig:
+    defaults = {
+        "config_name": "en",
+        "split": "train",
+        "shuffle_seed": 3407,
+        "prompt_field": "prompt",
+        "answer_field": "solution",
+        "verifier": "math",
+        "num_prompts": 4,
+    }
+    return DatasetConfig(kind="hub", name="dapo_math", path=str(path), **{**defaults, **settings})
+
+
+def test_hub_rows_come_in_the_order_of_the_librarys_shuffle(hub_folder):
+    prompts = load(hub(hub_folder))
+    shuffled = datasets.load_dataset(str(hub_folder), "en", split="train").shuffle(seed=3407).select(range(4))
+    assert prompts.answers == shuffled["solution"][:]
+    assert prompts.texts == [f"<s>[user]{prompt}[assistant]" for prompt in shuffled["prompt"]]
+    assert prompts.verifier is not None
+    assert prompts.verifier(rf"\boxed{{{prompts.answers[0]}}}", prompts.answers[0])
+
+
+def test_hub_rows_without_a_shuffle_come_in_order(hub_folder):
+    assert load(hub(hub_folder, shuffle_seed=None, config_name="cn")).answers == ["0", "1", "2", "3"]
+
+
+def test_gsm8k_answers_are_the_numbers_after_the_mark(tmp_path):
+    rows = [{"question": "Eggs?", "answer": "5 + 2 = <<5+2=7>>7\n#### 1,007"}]
+    (tmp_path / "test.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = hub(
+        tmp_path,
+        config_name=None,
+        split="test",
+        prompt_field="question",
+        answer_field="answer",
+        verifier="gsm8k",
+        num_prompts=1,
+    )
+    prompts = load(config)
+    assert prompts.answers == ["1007"]
+    assert prompts.verifier is not None
+    assert prompts.verifier("So there are 1007 eggs.", "1007")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_prompts": 41}, r"num_prompts=41 are asked for, and dataset .* \(split train\) has 40 rows"),
+        ({"prompt_field": "question"}, "has no field 'question'. Its fields: prompt, solution, reward_model"),
+        ({"answer_field": "answer"}, "has no field 'answer'. Its fields: prompt, solution"),
+        ({"split": "test"}, 'Unknown split "test"'),
+        ({"config_name": "de"}, "'de' not found. Available: .*en"),
+        ({"revision": "v2"}, r"is a folder here and has no revisions: remove revision=v2"),
+    ],
+)
+def test_what_a_hub_dataset_lacks_is_named(hub_folder, settings, message):
+    with pytest.raises(DatasetError, match=message):
+        load(hub(hub_folder, **settings))
+
+
+def test_an_empty_hub_prompt_is_named_by_its_own_row(tmp_path):
+    rows = [{"prompt": str(i) if i != 7 else "", "solution": "1"} for i in range(12)]
+    datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "train.parquet"))
+    with pytest.raises(DatasetError, match=r"row 7 of dataset .*: its prompt is empty"):
+        load(hub(tmp_path, config_name=None, num_prompts=12))
+
+
+def test_missing_folders_and_offline_hubs_are_explained(tmp_path):
+    with pytest.raises(DatasetError, match="there is no such folder"):
+        load(hub(tmp_path / "nowhere"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DatasetError, match="cannot be loaded"):
+        load(hub(tmp_path / "empty", config_name=None))
+
+
+@pytest.mark.parametrize(
+    ("failure", "message"),
+    [
+        (OfflineModeIsEnabled("offline"), r"the hub cannot be reached. Give a local folder in dataset\.path"),
+        (ConnectionError("refused"), "the hub cannot be reached"),
+        (
+            datasets.exceptions.DatasetNotFoundError("Dataset 'org/d' is a gated dataset on the Hub."),
+            "dataset 'org/d' cannot be loaded: .*is a gated dataset",
+        ),
+    ],
+)
+def test_hub_failures_are_explained(monkeypatch, failure, message):
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise failure
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    with pytest.raises(DatasetError, match=message):
+        load(hub("org/d"))
+
+
+# Synthetic
+
+
+def synthetic(**settings: Any) -> DatasetConfig:
+    return DatasetConfig(kind="synthetic", name="synthetic", **settings)
+
+
+@pytest.mark.parametrize(("num_prompts", "total"), [(32, 6168), (256, 51013)])
+def test_lengths_are_those_of_the_published_workloads(num_prompts, total):
+    config = synthetic(num_prompts=num_prompts, min_length=100, max_length=300, lengths_seed=3407)
+    prompts = load_prompts(config, None, 150_000, seed=0)
+    rng = random.Random(3407)
+    assert [len(ids) for ids in prompts.prompt_ids] == [rng.randint(100, 300) for _ in range(num_prompts)]
+    assert sum(map(len, prompts.prompt_ids)) == total
+
+
+def test_ids_follow_the_seed_and_avoid_special_ids():
+    config = synthetic(num_prompts=20, min_length=50, max_length=50)
+    prompts, again, other = (load(config, seed).prompt_ids for seed in (0, 0, 1))
+    assert prompts == again != other
+    drawn = {token_id for ids in prompts for token_id in ids}
+    assert drawn.isdisjoint(TOKENIZER.all_special_ids)
+    assert max(drawn) >= 290
+    no_tokenizer = load_prompts(config, None, 4, 0, special_ids=[0, 3])
+    assert {token_id for ids in no_tokenizer.prompt_ids for token_id in ids} == {1, 2}
+    assert no_tokenizer.texts is None
+    assert not needs_tokenizer(config)
+
+
+def test_lengths_without_a_seed_of_their_own_follow_the_seed():
+    config = synthetic(num_prompts=20, min_length=1, max_length=50)
+    first, other = ([len(ids) for ids in load(config, seed).prompt_ids] for seed in (0, 1))
+    assert first != other
+
+
+@pytest.mark.parametrize("text", ["[5, 1, 9, 4]", "5\n1\n9\n4\n"])
+def test_lengths_come_from_a_file(tmp_path, text):
+    (tmp_path / "lengths").write_text(text)
+    config = synthetic(num_prompts=3, lengths_file=str(tmp_path / "lengths"))
+    assert [len(ids) for ids in load(config).prompt_ids] == [5, 1, 9]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "cannot be read: No such file"),
+        ("5\n0\n", "'0' is none"),
+        ("five", "no list of lengths"),
+        ("[1, 2.5]", "2.5 is none"),
+        ("[1, ", "no list of lengths"),
+        ("[null]", "no list of lengths"),
+        ("5\n6\n", "num_prompts=3 are asked for, and .* has 2 lengths"),
+    ],
+)
+def test_bad_files_of_lengths_are_explained(tmp_path, text, message):
+    path = tmp_path / "lengths"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(DatasetError, match=message):
+        load(synthetic(num_prompts=3, lengths_file=str(path)))
