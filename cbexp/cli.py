@@ -110,7 +110,8 @@ def _make_output_root(command: CheckedCommand) -> None:
 
 
 def _describe_unwritable(folder: Path, reason: str | None) -> str:
-    return f"results cannot be written to {folder}: {reason}. Choose another folder: hydra.run.dir=... (a sweep: hydra.sweep.dir)."
+    where = "hydra.run.dir (-m: hydra.sweep.dir)"
+    return f"results cannot be written to {folder}: {reason}. Choose another place with {where}."
 
 
 @contextmanager

@@ -88,7 +88,7 @@ def open_composer(conf_dir: Path, config_dir: str | None, config_name: str) -> I
 
 def parse_arguments(arguments: Sequence[str]) -> Namespace:
     """Return what Hydra's own parser makes of a command line; a bad flag exits with 2."""
-    return get_args_parser().parse_args(arguments)  # type: ignore[no-any-return]
+    return get_args_parser().parse_args(arguments)
 
 
 def parse_overrides(overrides: list[str]) -> list[Override]:

@@ -158,8 +158,8 @@ class DatasetConfig:
         idle = [key for key in list_changed_fields(self) if key not in used]
         if idle:
             raise ConfigError(
-                f"dataset.{idle[0]}={getattr(self, idle[0])} has no effect with dataset={self.name} (kind {self.kind}), "
-                f"which reads: {', '.join(sorted(used - {'name', 'kind'}))}."
+                f"dataset.{idle[0]}={getattr(self, idle[0])} has no effect with dataset={self.name} "
+                f"(kind {self.kind}), which reads: {', '.join(sorted(used - {'name', 'kind'}))}."
             )
 
     def _check_lengths(self) -> None:

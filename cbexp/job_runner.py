@@ -47,9 +47,8 @@ class JobRunner:
             return JobResult(overrides, "failed")
 
     def _run(self, settings: DictConfig, overrides: list[str]) -> JobResult:
-        from cbexp.experiment import (
-            run_experiment,
-        )  # late: it loads torch, which --help and errors need not wait for
+        # Late, because it loads torch, for which --help and an error in the configuration need not wait.
+        from cbexp.experiment import run_experiment
 
         config = convert_config(settings)
         node = HydraConfig.get()

@@ -48,6 +48,10 @@ def check_command(args: Namespace, conf_dir: Path) -> CheckedCommand:
     """
     if args.config_path is not None:
         raise ConfigError(f"--config-path={args.config_path}: add your own yamls with --config-dir instead.")
+    if args.experimental_rerun is not None:
+        raise ConfigError(
+            "--experimental-rerun would write over the results of that run: give its overrides again."
+        )
     with open_composer(conf_dir, args.config_dir, args.config_name or PRIMARY_CONFIG) as composer:
         with _explained(args.overrides, composer):
             _check_group_overrides(args.overrides, composer)

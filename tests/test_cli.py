@@ -1,0 +1,423 @@
+"""The command line in-process over a stubbed experiment: messages, exit codes, sweeps, what is written; no model."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import yaml
+from hydra.core.global_hydra import GlobalHydra
+
+from cbexp.cli import main
+from cbexp.composer import name_job_folder
+from cbexp.errors import ConfigError, DatasetError
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+class StubExperiment:
+    """Stands for `run_experiment`: records its calls; `behave` decides how each job ends."""
+
+    def __init__(self):
+        self.calls = []
+        self.behave = lambda config: "completed"
+
+    def __call__(self, config, run_dir, overrides, sweep):
+        self.calls.append(SimpleNamespace(config=config, run_dir=run_dir, overrides=overrides, sweep=sweep))
+        status = self.behave(config)
+        summary = {"decode_tps": 1234.5} if status == "completed" else None
+        return SimpleNamespace(status=status, run_dir=run_dir, summary=summary, message=None)
+
+
+@pytest.fixture
+def experiment(monkeypatch):
+    stub = StubExperiment()
+    module = ModuleType("cbexp.experiment")
+    module.run_experiment = stub
+    monkeypatch.setitem(sys.modules, "cbexp.experiment", module)
+    return stub
+
+
+@pytest.fixture
+def run(experiment, tmp_path, monkeypatch, capsys):
+    """Run a command line in an empty folder; returns exit code, stdout and stderr."""
+    folder = tmp_path / "launch"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+
+    def run_command(*arguments):
+        try:
+            main(list(arguments))
+            code = 0
+        except SystemExit as end:
+            code = end.code
+        captured = capsys.readouterr()
+        return SimpleNamespace(code=code, out=captured.out, err=captured.err)
+
+    yield run_command
+    assert not GlobalHydra.instance().is_initialized()
+
+
+# What a good command line does
+
+
+def test_single_run_hands_over_settings_folder_and_overrides(run, experiment):
+    result = run("model=qwen3_4b", "num_rounds=2", "dataset.num_prompts=3")
+    (call,) = experiment.calls
+    assert result.code == 0
+    assert (call.config.model.name, call.config.num_rounds, call.config.dataset.num_prompts) == (
+        "qwen3_4b",
+        2,
+        3,
+    )
+    assert call.overrides == ["model=qwen3_4b", "num_rounds=2", "dataset.num_prompts=3"]
+    assert call.sweep is None
+    assert result.err == ""
+
+
+def test_single_run_makes_a_dated_folder_with_the_composed_config_and_no_log(run, experiment):
+    run("experiment=smoke")
+    (call,) = experiment.calls
+    assert call.run_dir.parent == Path.cwd() / "outputs" / "smoke"
+    assert [path.name for path in call.run_dir.iterdir()] == [".hydra"]
+    saved = yaml.safe_load((call.run_dir / ".hydra" / "config.yaml").read_text())
+    assert saved["dataset"]["num_prompts"] == 4
+
+
+def test_two_runs_never_share_a_folder(run, experiment):
+    run()
+    run()
+    first, second = experiment.calls
+    assert first.run_dir != second.run_dir
+
+
+def test_launch_folder_stays_the_working_directory(run, experiment):
+    seen = []
+    experiment.behave = lambda config: seen.append(Path.cwd()) or "completed"
+    launch = Path.cwd()
+    run()
+    assert seen == [launch]
+
+
+def test_process_arguments_are_used_without_argv_and_left_alone(experiment, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/cbexp", "num_rounds=3"])
+    main()
+    assert experiment.calls[0].config.num_rounds == 3
+    assert sys.argv == ["/usr/bin/cbexp", "num_rounds=3"]
+
+
+def test_own_yamls_come_in_with_config_dir(run, experiment, tmp_path):
+    own = tmp_path / "my conf" / "model"
+    own.mkdir(parents=True)
+    (own / "mine.yaml").write_text(
+        "defaults:\n  - qwen3_4b\n  - override /dataset@_global_.dataset: gsm8k\n"
+        "name: mine\ninit: random\narchitecture:\n  num_hidden_layers: 2\n"
+    )
+    assert run("--config-dir", str(own.parent), "model=mine").code == 0
+    (call,) = experiment.calls
+    assert (call.config.model.name, call.config.dataset.name) == ("mine", "gsm8k")
+    assert call.config.model.architecture["num_hidden_layers"] == 2
+    assert call.config.model.architecture["hidden_size"] == 2560
+
+
+# Sweeps
+
+
+def test_sweep_runs_each_combination_in_its_own_folder(run, experiment):
+    result = run("-m", "compile=eager,default", "sampling.ignore_eos=false,true", "num_rounds=2")
+    assert result.code == 0
+    assert [(call.config.compile.mode, call.config.sampling.ignore_eos) for call in experiment.calls] == [
+        ("eager", False), ("eager", True), ("default", False), ("default", True),
+    ]  # fmt: skip
+    assert experiment.calls[1].run_dir.name == "1_compile=eager_num_rounds=2_ignore_eos=True"
+    assert experiment.calls[1].overrides == ["compile=eager", "sampling.ignore_eos=True", "num_rounds=2"]
+    assert len({call.run_dir.parent for call in experiment.calls}) == 1
+    assert [call.sweep.job_index for call in experiment.calls] == [0, 1, 2, 3]
+    assert {(call.sweep.group, call.sweep.num_jobs) for call in experiment.calls} == {
+        (f"default_{experiment.calls[0].run_dir.parent.name}", 4)
+    }
+
+
+def test_sweep_ends_with_a_table_of_what_differs(run, experiment):
+    experiment.behave = lambda config: "out_of_memory" if config.seed == 2 else "completed"
+    result = run("-m", "seed=1,2", "num_rounds=2")
+    table = result.out.splitlines()[-3:]
+    assert table[0].split() == ["job", "status", "tok/s", "overrides"]
+    assert table[1].split() == ["0", "completed", "1,234", "seed=1"]
+    assert table[2].split() == ["1", "out_of_memory", "-", "seed=2"]
+
+
+def test_experiment_can_be_a_sweep_of_its_own(run, experiment):
+    result = run("experiment=compile_modes", "compile=eager,cuda_graph")
+    assert result.code == 0
+    assert [call.config.compile.mode for call in experiment.calls] == ["eager", "cuda_graph"]
+
+
+def test_tracking_group_names_the_sweep(run, experiment):
+    run("-m", "seed=1,2", "tracking.group=mine")
+    assert {call.sweep.group for call in experiment.calls} == {"mine"}
+
+
+def test_stats_path_of_a_job_may_hold_its_number(run, experiment):
+    assert run("-m", "seed=1,2", "stats_path=stats_${hydra:job.num}.json").code == 0
+    assert [call.config.stats_path for call in experiment.calls] == ["stats_0.json", "stats_1.json"]
+
+
+@pytest.mark.parametrize(
+    ("number", "dirname", "expected"),
+    [
+        (0, "", "0"),
+        (2, "compile=eager,sampling.ignore_eos=true", "2_compile=eager_ignore_eos=true"),
+        (1, "model.name_or_path=org/a b:c*?", "1_name_or_path=org-a-b-c"),
+        (1, "++model.architecture.x=${y}", "1_x=-y"),
+        (3, "~tracking", "3_tracking"),
+    ],
+)
+def test_job_folder_is_short_and_safe(number, dirname, expected):
+    assert name_job_folder(number, dirname) == expected
+
+
+def test_job_folder_has_a_greatest_length():
+    assert len(name_job_folder(1, "a=" + "x" * 500)) == 80
+
+
+# Exit codes
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [
+        ("completed", 0),
+        ("dry_run", 0),
+        ("failed", 1),
+        ("out_of_memory", 1),
+        ("not_applicable", 3),
+        ("interrupted", 130),
+    ],
+)
+def test_exit_code_of_a_single_run(run, experiment, status, code):
+    experiment.behave = lambda config: status
+    assert run().code == code
+
+
+@pytest.mark.parametrize(
+    ("statuses", "code", "num_run"),
+    [
+        (["completed", "not_applicable", "completed"], 0, 3),
+        (["not_applicable", "not_applicable", "not_applicable"], 0, 3),
+        (["failed", "completed", "completed"], 1, 3),
+        (["completed", "out_of_memory", "not_applicable"], 1, 3),
+        (["failed", "interrupted", "completed"], 130, 2),
+    ],
+)
+def test_exit_code_of_a_sweep(run, experiment, statuses, code, num_run):
+    experiment.behave = lambda config: statuses[config.seed]
+    result = run("-m", "seed=0,1,2")
+    assert (result.code, len(experiment.calls)) == (code, num_run)
+    assert ("1 of 3 jobs were not run." in result.out) == (num_run < 3)
+
+
+def raise_(error):
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "single_code", "shown"),
+    [
+        (DatasetError("no such file"), 1, "cbexp: no such file\n"),
+        (ConfigError("not together"), 2, "cbexp: not together\n"),
+    ],
+)
+def test_error_for_the_user_is_its_message_alone(run, experiment, error, single_code, shown):
+    experiment.behave = lambda config: raise_(error)
+    result = run()
+    assert (result.code, result.err) == (single_code, shown)
+    assert run("-m", "seed=0,1").code == 1
+
+
+def test_bug_in_one_job_shows_and_does_not_stop_the_sweep(run, experiment):
+    experiment.behave = lambda config: raise_(ZeroDivisionError("oops")) if config.seed == 0 else "completed"
+    result = run("-m", "seed=0,1")
+    assert (result.code, len(experiment.calls)) == (1, 2)
+    assert "Traceback" in result.err
+    assert "ZeroDivisionError: oops" in result.err
+
+
+def test_keyboard_interrupt_stops_a_sweep(run, experiment):
+    experiment.behave = lambda config: raise_(KeyboardInterrupt())
+    result = run("-m", "seed=0,1,2")
+    assert (result.code, len(experiment.calls)) == (130, 1)
+    assert "2 of 3 jobs were not run." in result.out
+
+
+# Bad configuration
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragments"),
+    [
+        (["modle=tiny"], ["modle=tiny", "Did you mean 'model'?"]),
+        (["model=tinny"], ["model=tinny is not a choice", "Did you mean 'tiny'?", "qwen3_4b"]),
+        (["model.dtpye=auto"], ["model.dtpye=auto", "'model.dtype'", "Allowed in model: name,"]),
+        (["compile=reduce-overhead"], ["compile=reduce-overhead", "'reduce_overhead'", "max_autotune"]),
+        (["num_round=3"], ["num_round=3", "'num_rounds'"]),
+        (["max_new_tokens=3"], ["'sampling.max_new_tokens'"]),
+        (["num_rounds=abc"], ["num_rounds=abc", "must be an integer"]),
+        (["num_rounds=null"], ["num_rounds=null", "must be an integer"]),
+        (["dataset.num_prompts=1.5"], ["dataset.num_prompts=1.5", "must be an integer"]),
+        (["dry_run=maybe"], ["dry_run=maybe", "must be true or false"]),
+        (["sampling.eos_token_ids=[a]"], ["sampling.eos_token_ids=[a]", "a list of integers", "or null"]),
+        (["tracking.tags=a"], ["tracking.tags=a", "a list of text"]),
+        (["cache.max_memory_fraction=most"], ["must be a number"]),
+        (["model.init.x=3"], ["model.init.x=3", "model.init must be text"]),
+        (["num_rounds"], ["num_rounds: settings are written as key=value"]),
+        (["model.name=[a"], ["model.name=[a: cannot be read"]),
+        (["+foo=3"], ["+foo", "there is no setting foo"]),
+        (["+model.foo=3"], ["+model.foo", "there is no setting model.foo", "Allowed in model"]),
+        (["model=null"], ["model=null is not a choice"]),
+        (["model=[a,b]"], ["model=[a,b] is not a choice"]),
+        (["~model"], ["model.name is not set"]),
+        (["seed=1,2"], ["seed=1,2", "add -m"]),
+        (["hydra.foo=3"], ["hydra.foo", "--hydra-help"]),
+        (["model=hf"], ["model.name_or_path is not set", "model.name_or_path=org/name"]),
+        (["dataset=jsonl"], ["dataset.path is not set"]),
+        (
+            ["dataset.chat_template_kwargs.enable_thinking=false"],
+            ["++dataset.chat_template_kwargs.enable_thinking="],
+        ),
+        (["model=qwen3_4b", "++model.architecture.num_hidden_layers=2"], ["model.init=random"]),
+        (["name=a/b"], ["name='a/b'"]),
+        (["stats_path=${nope}"], ["stats_path=${nope}", "'nope' not found"]),
+        (["hydra.run.dir=${nope}"], ["hydra.run.dir=${nope}", "'nope' not found"]),
+        (["--config-dir", "nowhere"], ["--config-dir=nowhere", "no such folder"]),
+        (["--config-path", "conf"], ["--config-path=conf", "--config-dir"]),
+        (["--config-name", "nope"], ["nope"]),
+        (["--experimental-rerun", "config.pickle"], ["--experimental-rerun", "overrides"]),
+        (["experiment=compile_modes", "hydra.mode=RUN"], ["add -m"]),
+        (["-m", "seed=interval(0,1)"], ["INTERVAL"]),
+        (["-m", "seed=1,2", "hydra.launcher._target_=x.Y"], ["hydra/launcher", "basic"]),
+        (["-m", "seed=1,2", "stats_path=s.json"], ["stats_path=s.json", "overwrite", "${hydra:job.num}"]),
+        (["-m", "model=tiny,tinny"], ["job 1 of 2", "model=tinny", "'tiny'"]),
+        (["-m", "num_rounds=1,0"], ["job 1 of 2 (num_rounds=0)", "at least 1"]),
+        (["experiment=compile_modes", "compile=eager,kuda_graph"], ["job 1 of 2", "'cuda_graph'"]),
+    ],
+)
+def test_bad_configuration_is_one_message_and_leaves_nothing(run, experiment, arguments, fragments):
+    result = run(*arguments)
+    assert result.code == 2
+    for fragment in fragments:
+        assert fragment in result.err
+    assert result.err.startswith("cbexp: ")
+    assert "Traceback" not in result.err
+    assert result.out == ""
+    assert experiment.calls == []
+    assert list(Path.cwd().iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "fragments"),
+    [
+        ("name: own\nname_or_path: x\ndtpye: auto\n", ["model/own.yaml", "'model.dtype'"]),
+        ("name: own\ndefault_max_new_tokens: many\n", ["model/own.yaml", "must be an integer"]),
+        ("name: [a\n", ["own.yaml", "line"]),
+        ("- a\n", ["model/own"]),
+        ("name_or_path: x\n", ["model.name is not set"]),
+        ("name: own\n", ["model.name_or_path is not set"]),
+        ("defaults:\n  - override /dataset: gsm8k\nname: own\n", ["model/own", "override dataset"]),
+    ],
+)
+def test_bad_own_yaml_is_one_message(run, tmp_path, text, fragments):
+    folder = tmp_path / "own"
+    (folder / "model").mkdir(parents=True)
+    (folder / "model" / "own.yaml").write_text(text)
+    result = run("--config-dir", str(folder), "model=own")
+    assert result.code == 2
+    for fragment in fragments:
+        assert fragment in result.err
+    assert "Traceback" not in result.err
+    assert list(Path.cwd().iterdir()) == []
+
+
+def test_full_error_shows_the_traceback(run, monkeypatch):
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    result = run("num_rounds=abc")
+    assert result.code == 2
+    assert "Traceback" in result.err
+    assert result.err.endswith("cbexp: num_rounds=abc: num_rounds must be an integer.\n")
+
+
+def test_unwritable_folder_is_one_message(run, experiment):
+    Path("outputs").write_text("in the way")
+    result = run()
+    assert (result.code, experiment.calls) == (1, [])
+    assert result.err.startswith("cbexp: results cannot be written to outputs/default: ")
+    assert "hydra.run.dir" in result.err
+
+
+# Information
+
+
+def test_help_lists_groups_choices_and_root_settings(run):
+    result = run("--help")
+    assert result.code == 0
+    assert "model: hf, llama3_2_1b, qwen3_0_6b, qwen3_4b, qwen3_8b, tiny" in result.out
+    for word in ("num_rounds", "stats_path", "dry_run", "--config-dir", "-m compile=eager,default"):
+        assert word in result.out
+    assert list(Path.cwd().iterdir()) == []
+
+
+def test_help_lists_every_setting_of_the_root(run):
+    import dataclasses
+
+    from cbexp.config import ExperimentConfig
+
+    out = run("--help").out
+    for item in dataclasses.fields(ExperimentConfig):
+        assert f"\n{item.name}" in out
+
+
+def test_config_is_printed_without_running(run, experiment):
+    result = run("--cfg", "job", "model=hf", "num_rounds=3")
+    printed = yaml.safe_load(result.out)
+    assert (printed["num_rounds"], printed["model"]["name_or_path"]) == (3, None)
+    assert experiment.calls == []
+    assert list(Path.cwd().iterdir()) == []
+
+
+def test_version_is_cbexps_own(run):
+    result = run("--version")
+    assert (result.code, result.out.split()[0]) == (0, "cbexp")
+
+
+# In a process of its own
+
+
+def run_python(folder, *arguments):
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=60
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"), [(["--help"], 0), (["modle=tiny"], 2), (["-m", "seed=1,x"], 2)]
+)
+def test_help_and_errors_do_not_load_torch(tmp_path, arguments, code):
+    script = (
+        "import sys\nfrom cbexp.cli import main\ncode = 0\n"
+        f"try:\n    main({arguments!r})\nexcept SystemExit as end:\n    code = end.code\n"
+        "print(code, [name for name in ('torch', 'transformers', 'wandb', 'datasets') if name in sys.modules])"
+    )
+    result = run_python(tmp_path, "-c", script)
+    assert result.stdout.splitlines()[-1] == f"{code} []"
+
+
+def test_module_runs_from_any_folder(tmp_path):
+    result = run_python(tmp_path, "-m", "cbexp", "model=tinny")
+    assert result.returncode == 2
+    assert result.stderr.startswith("cbexp: model=tinny is not a choice.")
+    assert result.stdout == ""
+    assert list(tmp_path.iterdir()) == []
