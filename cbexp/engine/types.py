@@ -18,6 +18,10 @@ class UnsupportedModelError(EngineError):
     """The model's architecture or placement is not supported by continuous batching."""
 
 
+class CacheMemoryError(EngineError, MemoryError):
+    """The KV cache asked for, with its buffers, does not fit in the free memory; the message says what to lower."""
+
+
 class UnsupportedTransformersError(EngineError):
     """The installed transformers version is outside the supported range."""
 
@@ -92,8 +96,10 @@ OnStep = Callable[[int, StepInfo], None]
 class CBSyncConfig:
     """Settings of `SyncCBDriver`. None means "not set here": the generation config or the model decides.
 
-    `max_new_tokens` is overridden by a request's own; `page_size` and `max_batch_tokens` are in tokens. `num_blocks` None lets
-    transformers take a share of the free memory. `max_requests_per_batch` None serves every active request in each step.
+    `max_new_tokens` is overridden by a request's own. `eos_token_id`: one id or several; an empty sequence ignores EOS.
+    `pad_token_id` is recorded only, since no batch is padded yet. `page_size` and `max_batch_tokens` are in tokens.
+    `num_blocks` None sizes the cache for the largest round so far: a round that needs more rebuilds it before it starts.
+    `max_requests_per_batch` None serves every active request in each step (within `max_batch_tokens`).
     """
 
     max_new_tokens: int | None = None

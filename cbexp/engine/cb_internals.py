@@ -1,0 +1,269 @@
+"""The only importer of transformers' continuous-batching internals: builds a processor that is stepped by its caller.
+
+What it returns is upstream's own; `paged_engine` alone uses it.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching.cache import PagedAttentionCache, group_layers_by_attn_type
+from transformers.generation.continuous_batching.cache_allocators import SLIDING_ATTENTION
+from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessorList
+from transformers.generation.continuous_batching.continuous_api import (
+    BackgroundThreadStatus,
+    ContinuousBatchProcessor,
+    OutputRouter,
+)
+from transformers.generation.continuous_batching.distributed import DistributedHelper
+from transformers.generation.continuous_batching.initialization import (
+    resolve_continuous_batching_config,
+    update_cb_config_after_cache_creation,
+)
+from transformers.generation.continuous_batching.model_runner import infer_max_single_request_tokens
+from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
+from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING
+from transformers.generation.logits_process import LogitsProcessorList
+from transformers.utils.generic import is_flash_attention_requested
+
+from cbexp.engine.types import CacheMemoryError, UnsupportedModelError
+
+__all__ = [
+    "EngineSettings",
+    "FutureRequestState",
+    "build_processor",
+    "build_request_state",
+    "child_id",
+    "describe_processor",
+    "infer_max_single_request_tokens",
+    "require_paged_attention",
+    "sector_slack_blocks",
+]
+
+# Share of the free memory that the cache and its buffers may take: upstream's own figure without logits processors.
+MAX_MEMORY_FRACTION = 0.9
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What a processor is built from. `max_batch_tokens` and `page_size` in tokens, `num_blocks` pages of every layer."""
+
+    page_size: int
+    num_blocks: int
+    max_batch_tokens: int
+    max_requests_per_batch: int
+    allow_block_sharing: bool
+    scheduler: Literal["fifo", "prefill_first"]
+
+
+class _Processor(ContinuousBatchProcessor):
+    """Upstream's processor without its `__del__`, which prints a traceback when it runs at interpreter exit."""
+
+    def __del__(self) -> None:
+        """Nothing: `PagedEngine.close` gives the memory back."""
+
+
+class _SeedlessDistributedHelper(DistributedHelper):
+    """Upstream's helper without its reseeding of the caller's global generators: greedy decoding draws nothing."""
+
+    def set_tp_seed(self, seed: int | None, model_device: torch.device) -> None:
+        """Leave every generator alone."""
+
+
+def require_paged_attention(config: PreTrainedConfig) -> None:
+    """Raise `UnsupportedModelError` unless the model's layers and its attention implementation work on a paged cache."""
+    _group_layers(config)
+    attention = config._attn_implementation
+    if attention not in ("eager", "sdpa") and not is_flash_attention_requested(config):
+        raise UnsupportedModelError(
+            f"{config.model_type} cannot be driven with attn_implementation={attention!r}: "
+            "load it with sdpa, eager or a flash implementation."
+        )
+
+
+def sector_slack_blocks(config: PreTrainedConfig) -> int:
+    """Blocks that rounding to sectors can waste: up to a sector for each attention type beyond the first.
+
+    A sector is the least common multiple of the types' block sizes, and a block has one page of every layer.
+    """
+    layer_counts = [len(layers) for layers in _group_layers(config).values()]
+    return math.ceil((len(layer_counts) - 1) * math.lcm(*layer_counts) / sum(layer_counts))
+
+
+def build_processor(model: PreTrainedModel, settings: EngineSettings) -> ContinuousBatchProcessor:
+    """Build a processor with its cache and scheduler, without upstream's manager and its thread.
+
+    Nothing of the model is changed. Raises `CacheMemoryError` when cache and buffers do not fit in the free memory.
+    """
+    config = _config_for_upstream(model.config)
+    helper = _SeedlessDistributedHelper(device_mesh=None, cpu_group_timeout=None)
+    with _on_device(model.device):
+        cb_config = _resolve_config(config, settings, model.device)
+        cache = _build_cache(model, config, cb_config, helper)
+        update_cb_config_after_cache_creation(cb_config, cache.num_blocks, cache.max_batch_tokens)
+        return _Processor(
+            cache=cache,
+            config=config,
+            # The processor reads nothing but `do_sample` here: requests carry their own limits and EOS.
+            generation_config=GenerationConfig(do_sample=False),
+            continuous_batching_config=cb_config,
+            logit_processor=ContinuousBatchingLogitsProcessorList(LogitsProcessorList()),
+            input_queue=None,
+            cancel_queue=None,
+            output_router=OutputRouter(),
+            background_thread_status=BackgroundThreadStatus(),
+            model_device=model.device,
+            model_dtype=model.dtype,
+            scheduler=SCHEDULER_MAPPING[settings.scheduler](
+                cache, safety_margin=0.0, max_requests_per_batch=cb_config.max_requests_per_batch
+            ),
+            distributed_helper=helper,
+        )
+
+
+def build_request_state(
+    request_id: str,
+    prompt_ids: Sequence[int],
+    max_new_tokens: int,
+    eos_token_ids: Sequence[int],
+    num_children: int,
+) -> RequestState:
+    """Upstream's request; its `num_children` forks are made once all of the prompt but its last token is cached."""
+    return RequestState(
+        request_id=request_id,
+        initial_tokens=list(prompt_ids),
+        max_new_tokens=max_new_tokens,
+        eos_token_id=list(eos_token_ids),
+        num_children=num_children,
+    )
+
+
+def child_id(parent_id: str, index: int) -> str:
+    """Upstream's id for a fork (made in `ContinuousBatchProcessor.update_batch`)."""
+    return f"{parent_id}__child#{index}"
+
+
+def describe_processor(processor: ContinuousBatchProcessor) -> dict[str, Any]:
+    """Settings as they run, as plain JSON values."""
+    cache, cb_config = processor.cache, processor.cb_config
+    return {
+        "page_size": cb_config.page_size,
+        "num_blocks": int(cache.num_blocks),
+        "cache_tokens": int(cache.num_blocks) * cb_config.page_size,
+        "cache_bytes": cache.cache_tensor.numel(),
+        "max_batch_tokens": cb_config.max_batch_tokens,
+        "max_requests_per_batch": cb_config.max_requests_per_batch,
+        "max_blocks_per_request": cb_config.max_blocks_per_request,
+        "decode_fast_path": cb_config.max_blocks_per_request > 0,
+        "block_sharing": cache.use_prefix_sharing,
+        "scheduler": cb_config.scheduler_type,
+        "async_batching": cb_config.use_async_batching,
+        "cuda_graph": any(cb_config.cuda_graph_booleans),
+        "compile_mode": None,
+        "cpu_offload_gib": cb_config.cpu_offload_space,
+        "max_memory_fraction": cb_config.max_memory_percent,
+    }
+
+
+def _group_layers(config: PreTrainedConfig) -> dict[str, list[int]]:
+    try:
+        return group_layers_by_attn_type(config)
+    except ValueError as error:
+        raise UnsupportedModelError(
+            f"{config.model_type} cannot be driven: the paged cache serves full and sliding-window attention only ({error})."
+        ) from error
+
+
+@contextmanager
+def _on_device(device: torch.device) -> Iterator[None]:
+    """Make `device` current: upstream measures the free memory of the current one."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device):
+        yield
+
+
+def _config_for_upstream(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy in which "eager" reads "paged|eager", the name for which upstream builds masks.
+
+    The model itself stays "eager" and runs its own attention function on those masks; upstream's paged one drops the soft
+    cap. The copy has no `compile_config` either, which upstream would take up by itself.
+    """
+    config = copy.deepcopy(config)
+    if config._attn_implementation == "eager":
+        config._attn_implementation = "paged|eager"
+    config.compile_config = None
+    return config
+
+
+def _resolve_config(
+    config: PreTrainedConfig, settings: EngineSettings, device: torch.device
+) -> ContinuousBatchingConfig:
+    """Upstream's settings, with nothing left for it to choose."""
+    asked = ContinuousBatchingConfig(
+        page_size=settings.page_size,
+        num_blocks=settings.num_blocks,
+        max_batch_tokens=settings.max_batch_tokens,
+        max_memory_percent=MAX_MEMORY_FRACTION,
+        max_requests_per_batch=settings.max_requests_per_batch,
+        max_blocks_per_request=_block_table_width(config, settings, device),
+        allow_block_sharing=settings.allow_block_sharing,
+        use_async_batching=False,
+        use_cuda_graph=False,
+        varlen_compile_config=None,
+        decode_compile_config=None,
+        default_compile_level=0,
+        scheduler_type=settings.scheduler,
+        return_logprobs=False,
+        auto_switch_to_flash=False,
+        cpu_offload_space=0.0,
+        per_request_processors=False,
+    )
+    return resolve_continuous_batching_config(
+        config=config, cb_config=asked, workload_hints=None, has_logit_processors=False, device=device
+    )
+
+
+def _block_table_width(config: PreTrainedConfig, settings: EngineSettings, device: torch.device) -> int:
+    """Blocks of the longest request that model and cache admit, where decode can read the cache through a block table.
+
+    That takes FlashAttention 2 or 3 on CUDA and no sliding window; elsewhere 0 turns this path off.
+    """
+    has_kernel = device.type == "cuda" and is_flash_attention_requested(config, version=[2, 3])
+    if not has_kernel or SLIDING_ATTENTION in _group_layers(config):
+        return 0
+    cache_tokens = settings.num_blocks * settings.page_size
+    longest = min(cache_tokens, getattr(config, "max_position_embeddings", None) or cache_tokens)
+    return math.ceil(longest / settings.page_size)
+
+
+def _build_cache(
+    model: PreTrainedModel,
+    config: PreTrainedConfig,
+    cb_config: ContinuousBatchingConfig,
+    helper: DistributedHelper,
+) -> PagedAttentionCache:
+    try:
+        return PagedAttentionCache(
+            config=config,
+            continuous_batching_config=cb_config,
+            device=model.device,
+            distributed_helper=helper,
+            dtype=model.dtype,
+            model_supports_logits_to_keep=model._supports_logits_to_keep(),
+        )
+    except MemoryError as error:
+        raise CacheMemoryError(
+            f"A KV cache of {cb_config.num_blocks} blocks of {cb_config.page_size} tokens, with buffers for "
+            f"{cb_config.max_batch_tokens} batch tokens, does not fit in {MAX_MEMORY_FRACTION:.0%} of the free memory: "
+            f"lower num_blocks, max_batch_tokens or max_requests_per_batch ({error})."
+        ) from error

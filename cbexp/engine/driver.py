@@ -1,0 +1,263 @@
+"""The synchronous driver: transformers' continuous batching on the caller's thread, reusable over rounds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from transformers import GenerationConfig, PreTrainedModel
+
+from cbexp.engine.borrow import borrowed_for_inference
+from cbexp.engine.compatibility import check_transformers_version
+from cbexp.engine.model_support import require_supported_model
+from cbexp.engine.prompts import RequestLimits, check_length, check_prompt, resolve_max_new_tokens
+from cbexp.engine.request_book import PromptGroup, RequestBook
+from cbexp.engine.settings import check_config, resolve_decoding
+from cbexp.engine.sizing import choose_safety_margin, count_blocks_needed
+from cbexp.engine.types import CBSyncConfig, Completion, EngineError, StepInfo
+
+if TYPE_CHECKING:
+    from cbexp.engine.paged_engine import EngineStep, PagedEngine
+
+
+class SyncCBDriver:
+    """Generates greedily with the caller's own model object; implements `RolloutDriver`.
+
+    `model` is a transformers causal language model on one device, bare or inside a PEFT wrapper. Between drives it is in
+    the caller's hands, weights included: no keys or values outlive a drive. Of `generation_config` (default: the model's
+    own) only `max_new_tokens` and `eos_token_id` count, and `config` goes before it. Not thread-safe.
+
+    Raises at construction: `UnsupportedTransformersError`, `UnsupportedModelError`, `CacheMemoryError`, `EngineError` for
+    a setting that is not available yet, `ValueError` for an impossible one.
+    """
+
+    def __init__(
+        self, model: Any, generation_config: GenerationConfig | None = None, config: CBSyncConfig | None = None
+    ) -> None:
+        check_transformers_version(transformers.__version__)
+        # Only now: another version may lack the names that the engine imports.
+        from cbexp.engine.cb_internals import require_paged_attention, sector_slack_blocks
+
+        self._config = config if config is not None else CBSyncConfig()
+        check_config(self._config)
+        self._model: PreTrainedModel = require_supported_model(model)
+        require_paged_attention(self._model.config)
+        self._slack_blocks = sector_slack_blocks(self._model.config)
+        defaults = generation_config if generation_config is not None else self._model.generation_config
+        self._decoding = resolve_decoding(self._config, defaults, self._model.config.vocab_size)
+
+        self._engine: PagedEngine | None = None
+        self._pending: list[PromptGroup] = []
+        self._num_requests = 0
+        self._num_steps = 0
+        self._steps: list[StepInfo] = []
+        self._partial_completions: dict[str, Completion] = {}
+        self._is_driving = False
+        self._is_closed = False
+        if self._config.num_blocks is not None:
+            self._engine = self._build_engine(self._config.num_blocks)
+
+    @property
+    def resolved(self) -> dict[str, Any]:
+        """Settings as they run, as plain JSON values; the cache's appear once it is built (see `CBSyncConfig.num_blocks`)."""
+        engine = self._engine.resolved if self._engine is not None else {}
+        return {
+            "transformers": transformers.__version__,
+            "model_class": type(self._model).__name__,
+            "attn_implementation": self._model.config._attn_implementation,
+            "dtype": str(self._model.dtype).removeprefix("torch."),
+            "device": str(self._model.device),
+            "do_sample": False,
+            "max_new_tokens": self._decoding.max_new_tokens,
+            "eos_token_ids": list(self._decoding.eos_token_ids),
+            "pad_token_id": self._decoding.pad_token_id,
+            "is_cache_growing": self._config.num_blocks is None,
+        } | engine
+
+    @property
+    def steps(self) -> list[StepInfo]:
+        """Records of the last (or running) drive's steps; each counts one, whether it prefills, decodes or does both."""
+        return self._steps
+
+    @property
+    def partial_completions(self) -> dict[str, Completion]:
+        """After an error or an interrupt in a drive: all of its requests, the unfinished ones failed, their tokens kept."""
+        return self._partial_completions
+
+    def warmup(self) -> None:
+        """Nothing to compile or capture yet; the cache is allocated when `num_blocks` is known."""
+        self._check_usable("warmup")
+
+    def add_requests(
+        self,
+        prompt_ids_list: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int | Sequence[int] | None = None,
+        num_generations: int = 1,
+    ) -> list[str]:
+        """Queue prompts for the next drive; returns their request ids, the generations of a prompt side by side.
+
+        `max_new_tokens` is one limit or one per prompt. Raises `ValueError`, naming the prompt, for anything that cannot
+        be served; nothing is queued then.
+        """
+        self._check_usable("add_requests")
+        if type(num_generations) is not int or num_generations < 1:
+            raise ValueError(f"num_generations={num_generations!r} must be an int of at least 1.")
+        new_limits = resolve_max_new_tokens(max_new_tokens, self._decoding.max_new_tokens, len(prompt_ids_list))
+        limits = self._request_limits()
+        prompts = [check_prompt(i, ids, limits.vocab_size) for i, ids in enumerate(prompt_ids_list)]
+        for index, (prompt, new) in enumerate(zip(prompts, new_limits, strict=True)):
+            check_length(index, len(prompt), new, limits)
+        groups = [self._new_group(p, new, num_generations) for p, new in zip(prompts, new_limits, strict=True)]
+        self._pending += groups
+        return [request_id for group in groups for request_id in group.request_ids]
+
+    def drive_until_empty(self) -> dict[str, Completion]:
+        """Run until every queued request has ended; request id -> completion in submission order, every id present.
+
+        A request that the engine failed or lost is there as failed, with its error. An exception on the way, from
+        `on_step` or Ctrl-C too, reaches the caller: the drive's requests are dropped, what they had is in
+        `partial_completions`, and the driver is ready for the next round.
+        """
+        self._check_usable("drive_until_empty")
+        groups, self._pending = self._pending, []
+        self._steps, self._partial_completions = [], {}
+        if not groups:
+            return {}
+        book = RequestBook(groups)
+        try:
+            with self._driving():
+                return self._drive(groups, book)
+        except BaseException as error:
+            unfinished = self._engine.partial_completions() if self._engine is not None else {}
+            self._partial_completions = book.completions(unfinished, f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            if self._engine is not None:
+                self._engine.reset()
+
+    def close(self) -> None:
+        """Free the cache; the model is already as it was. Safe to call twice; any other use afterwards is an `EngineError`."""
+        if self._is_driving:
+            raise EngineError("close() was called inside a drive: leave drive_until_empty first.")
+        self._is_closed = True
+        self._pending = []
+        self._drop_engine()
+
+    def __enter__(self) -> SyncCBDriver:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _drive(self, groups: list[PromptGroup], book: RequestBook) -> dict[str, Completion]:
+        engine = self._prepare_engine(groups)
+        for group in groups:
+            engine.submit(group)
+        start_s = time.perf_counter()
+        while (step := engine.step(self._model)) is not None:
+            end_s = time.perf_counter()
+            book.mark_scheduled(step.request_ids, start_s)
+            book.mark_tokens(step.token_request_ids, end_s)
+            for output in step.outputs:
+                book.finish(output.request_id, output.completion_ids, output.error, end_s)
+            self._report_step(_step_info(step, engine, start_s, end_s))
+            start_s = time.perf_counter()
+        return book.completions(engine.partial_completions(), "transformers' scheduler lost the request")
+
+    def _report_step(self, info: StepInfo) -> None:
+        index = self._num_steps
+        self._num_steps += info.num_steps
+        self._steps.append(info)
+        if self._config.on_step is not None:
+            self._config.on_step(index, info)
+
+    def _prepare_engine(self, groups: list[PromptGroup]) -> PagedEngine:
+        """The engine for a round, rebuilt larger when its size was left open and the round needs more."""
+        needed = count_blocks_needed(groups, self._config.page_size, self._slack_blocks)
+        engine = self._engine
+        if engine is None or (self._config.num_blocks is None and engine.num_blocks < needed):
+            self._drop_engine()
+            engine = self._engine = self._build_engine(needed)
+        engine.set_safety_margin(choose_safety_margin(needed, engine.num_blocks))
+        return engine
+
+    def _build_engine(self, num_blocks: int) -> PagedEngine:
+        from cbexp.engine.cb_internals import EngineSettings
+        from cbexp.engine.paged_engine import PagedEngine
+
+        config = self._config
+        # A request that decodes has a page of its own, so no more of them than blocks are ever active.
+        max_requests = min(config.max_requests_per_batch or num_blocks, config.max_batch_tokens)
+        settings = EngineSettings(
+            page_size=config.page_size,
+            num_blocks=num_blocks,
+            max_batch_tokens=config.max_batch_tokens,
+            max_requests_per_batch=max_requests,
+            allow_block_sharing=config.allow_block_sharing,
+            scheduler=config.scheduler,
+        )
+        with torch.inference_mode(False), torch.no_grad():
+            return PagedEngine(self._model, settings)
+
+    def _drop_engine(self) -> None:
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+    @contextmanager
+    def _driving(self) -> Iterator[None]:
+        self._is_driving = True
+        try:
+            with borrowed_for_inference(self._model, self._model.device):
+                yield
+        finally:
+            self._is_driving = False
+
+    def _new_group(self, prompt_ids: tuple[int, ...], max_new_tokens: int, num_generations: int) -> PromptGroup:
+        first = self._num_requests
+        self._num_requests += num_generations
+        return PromptGroup(
+            request_ids=tuple(f"req_{i}" for i in range(first, self._num_requests)),
+            prompt_ids=prompt_ids,
+            max_new_tokens=max_new_tokens,
+            eos_token_ids=self._decoding.eos_token_ids,
+            submitted_s=time.perf_counter(),
+        )
+
+    def _request_limits(self) -> RequestLimits:
+        has_fixed_cache = self._engine is not None and self._config.num_blocks is not None
+        return RequestLimits(
+            vocab_size=self._model.config.vocab_size,
+            max_positions=getattr(self._model.config, "max_position_embeddings", None),
+            max_stored_tokens=self._engine.max_request_tokens if has_fixed_cache else None,
+        )
+
+    def _check_usable(self, method: str) -> None:
+        if self._is_closed:
+            raise EngineError(f"{method}() was called on a closed SyncCBDriver: build a new one.")
+        if self._is_driving:
+            raise EngineError(f"{method}() was called inside a drive: leave drive_until_empty first.")
+
+
+def _step_info(step: EngineStep, engine: PagedEngine, start_s: float, end_s: float) -> StepInfo:
+    return StepInfo(
+        kind=step.kind,
+        num_steps=1,
+        num_requests=len(step.request_ids),
+        num_tokens=step.num_tokens,
+        num_padding=0,
+        bucket=None,
+        start_s=start_s,
+        end_s=end_s,
+        num_waiting=engine.num_waiting,
+        num_finished=len(step.outputs),
+        cache_used_fraction=engine.cache_used_fraction,
+    )

@@ -1,0 +1,197 @@
+"""Runs transformers' processor step by step: requests in, tokens out, and a cache that is empty between drives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from cbexp.engine.cb_internals import (
+    EngineSettings,
+    FutureRequestState,
+    build_processor,
+    build_request_state,
+    child_id,
+    describe_processor,
+    infer_max_single_request_tokens,
+)
+from cbexp.engine.request_book import PromptGroup
+from cbexp.engine.types import StepKind
+
+
+@dataclass(frozen=True)
+class EngineOutput:
+    """A request that has ended; `error` says why it failed, None when it did not."""
+
+    request_id: str
+    completion_ids: tuple[int, ...]
+    error: str | None
+
+
+@dataclass(frozen=True)
+class EngineStep:
+    """One batch that has run: who was in it, who got a token, who ended."""
+
+    kind: StepKind
+    num_tokens: int
+    request_ids: tuple[str, ...]
+    token_request_ids: tuple[str, ...]
+    outputs: tuple[EngineOutput, ...]
+
+
+class PagedEngine:
+    """One processor with its cache, reused over drives; every request lives and dies inside one drive.
+
+    Fixed at construction: `num_blocks`, `max_request_tokens` (what an empty cache holds of one request) and `resolved`
+    (settings as they run, plain JSON values).
+    """
+
+    def __init__(self, model: PreTrainedModel, settings: EngineSettings) -> None:
+        self._device = model.device
+        self._processor = build_processor(model, settings)
+        self._cache = self._processor.cache
+        self._scheduler = self._processor.scheduler
+        self._outputs = self._processor.output_router.output_queue
+        self._caller_ids: dict[str, str] = {}
+        self.num_blocks = int(self._cache.num_blocks)
+        self.max_request_tokens = infer_max_single_request_tokens(self._cache)
+        self.resolved: dict[str, Any] = describe_processor(self._processor)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that the scheduler has not admitted yet, evicted ones among them."""
+        return len(self._scheduler.waiting_requests)
+
+    @property
+    def cache_used_fraction(self) -> float:
+        """Share of the cache that requests reference, in [0, 1]; blocks kept for prefix matches count as free."""
+        kept_bytes = sum(
+            len(allocator.ledger.cached_blocks) * allocator.bytes_per_block
+            for allocator in self._cache.cache_allocators.values()
+        )
+        total_bytes = self._cache.num_sectors * self._cache.bytes_per_sector
+        return float(1.0 - self._cache.compute_free_capacity() - kept_bytes / total_bytes)
+
+    @property
+    def num_referenced_blocks(self) -> int:
+        """Block-table entries of live requests over all attention types; 0 when the cache is empty."""
+        tables = [allocator.block_table for allocator in self._cache.cache_allocators.values()]
+        return sum(len(blocks) for table in tables for blocks in table.values())
+
+    @property
+    def read_trash(self) -> torch.Tensor:
+        """Sector 0 of the cache (bytes), which padding reads: it stays zero."""
+        trash: torch.Tensor = self._cache.cache_tensor[: self._cache.bytes_per_sector]
+        return trash
+
+    def set_safety_margin(self, margin: float) -> None:
+        """Share of the cache, in [0, 1], to keep free of new prompts so that admitted requests can grow."""
+        self._scheduler.safety_margin = margin
+
+    def submit(self, group: PromptGroup) -> None:
+        """Queue a prompt; its generations beyond the first are forked from it once its prompt is in the cache."""
+        parent_id, *child_ids = group.request_ids
+        self._caller_ids[parent_id] = parent_id
+        self._caller_ids.update((child_id(parent_id, i), caller_id) for i, caller_id in enumerate(child_ids))
+        self._scheduler.add_waiting_request(
+            build_request_state(
+                parent_id, group.prompt_ids, group.max_new_tokens, group.eos_token_ids, len(child_ids)
+            )
+        )
+
+    def step(self, model: PreTrainedModel) -> EngineStep | None:
+        """Schedule, run and account for one batch; None when the scheduler has nothing to run. Waits for the device."""
+        inputs = self._processor.inputs_and_outputs
+        with self._on_compute_stream():
+            if not self._processor.prepare_next_batch():
+                return None
+            batch: list[FutureRequestState] = list(inputs.requests_in_batch)
+            kind = _step_kind(batch)
+            # A parent keeps its last prompt token for its forks. After a prefix match, or with a one-token prompt, that
+            # leaves it nothing to run; a batch of such parents has no forward.
+            if inputs.num_q_tokens > 0:
+                self._processor._generation_step(model)
+            self._processor.update_batch()
+        return EngineStep(
+            kind=kind,
+            num_tokens=inputs.num_q_tokens,
+            request_ids=self._to_caller_ids(batch),
+            token_request_ids=self._to_caller_ids(future for future in batch if future.has_new_token),
+            outputs=tuple(
+                EngineOutput(self._caller_ids[output.request_id], tuple(output.generated_tokens), output.error)
+                for output in self._take_outputs()
+            ),
+        )
+
+    def partial_completions(self) -> dict[str, tuple[int, ...]]:
+        """Request id -> tokens so far, of every request that is queued, running, or in the batch of the last step."""
+        in_batch = [future.state for future in self._processor.inputs_and_outputs.requests_in_batch]
+        queued = [*self._scheduler.active_requests.values(), *self._scheduler.waiting_requests.values()]
+        return {
+            self._caller_ids[state.request_id]: tuple(state.to_generation_output().generated_tokens)
+            for state in [*in_batch, *queued]
+        }
+
+    def reset(self) -> None:
+        """Forget every request and free every block, whatever an interrupted step has left behind.
+
+        Blocks kept for prefix matches go too, since the weights may change before the next drive.
+        """
+        self._wait_for_device()
+        self._take_outputs()
+        self._caller_ids.clear()
+        self._processor.inputs_and_outputs.requests_in_batch = []
+        self._processor.offloading_manager.reset()
+        self._scheduler.reset()
+        for allocator in self._cache.cache_allocators.values():
+            allocator.block_table.clear()
+            allocator.ledger.reset()
+        self._cache.pool.reset()
+
+    def close(self) -> None:
+        """Give the cache's memory back to the device. The engine is unusable afterwards."""
+        self._wait_for_device()
+        del self._processor, self._scheduler, self._cache
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _to_caller_ids(self, batch: Iterable[FutureRequestState]) -> tuple[str, ...]:
+        return tuple(self._caller_ids[future.state.request_id] for future in batch)
+
+    def _take_outputs(self) -> list[Any]:
+        return [self._outputs.get_nowait() for _ in range(self._outputs.qsize())]
+
+    @contextmanager
+    def _on_compute_stream(self) -> Iterator[None]:
+        """Run a step on upstream's stream, after the caller's work (new weights) and before whatever follows it.
+
+        Upstream writes a batch's inputs on the current stream and reads them on its own with no event between the two.
+        """
+        stream = self._processor.inputs_and_outputs.compute_stream
+        if stream is None:
+            yield
+            return
+        callers_stream = torch.cuda.current_stream(self._device)
+        stream.wait_stream(callers_stream)
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        finally:
+            callers_stream.wait_stream(stream)
+
+    def _wait_for_device(self) -> None:
+        stream = self._processor.inputs_and_outputs.compute_stream
+        if stream is not None:
+            stream.synchronize()
+
+
+def _step_kind(batch: list[FutureRequestState]) -> StepKind:
+    """A row decodes when it has generated before; reading an evicted request again is prefill."""
+    num_decoding = sum(bool(future.state.generated_tokens) for future in batch)
+    if num_decoding == 0:
+        return "prefill"
+    return "decode" if num_decoding == len(batch) else "mixed"
