@@ -10,6 +10,7 @@ from cbexp.metrics.records import (
     RoundRecord,
     StepRecord,
     StepSummary,
+    flatten_numbers,
 )
 from cbexp.metrics.requests import digest_completions, digest_ids, summarize_completions, summarize_requests
 from cbexp.metrics.roofline import RooflineInputs, mean_decode_context, roofline_fraction
@@ -31,6 +32,7 @@ __all__ = [
     "StepSummary",
     "digest_completions",
     "digest_ids",
+    "flatten_numbers",
     "mean_decode_context",
     "median",
     "percentile",

@@ -66,8 +66,9 @@ def spread(values: Sequence[float]) -> Spread:
 def spread_of_rate(amounts: Sequence[float], walls_s: Sequence[float]) -> Spread:
     """Spread of amount / seconds over rounds; the median is the rate of the median round.
 
-    The median round is the middle one by seconds. Of an even number of rounds it is the middle two taken together: the sum
-    of their amounts over the sum of their seconds. So the rate is always (amount of the median round) / (median seconds).
+    The median round is the middle one by seconds. Of an even number of rounds it is the middle two taken together:
+    the sum of their amounts over the sum of their seconds. So the rate is always (amount of the median round) /
+    (median seconds).
     """
     rates = [amount / wall for amount, wall in zip(amounts, walls_s, strict=True)]
     middle = median_indices(walls_s)

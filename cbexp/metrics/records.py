@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,6 +11,17 @@ from cbexp.metrics.quantiles import Quantiles
 LOST = "lost"
 FINISHED_REASONS = ("eos", "length")
 FINISH_REASONS = (*FINISHED_REASONS, "failed", LOST)
+
+
+def flatten_numbers(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """The numbers of a nested record, and nothing else, by names with a slash between levels: `ttft_s/p50`."""
+    numbers: dict[str, float] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            numbers |= flatten_numbers(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            numbers[f"{prefix}{name}"] = value
+    return numbers
 
 
 class Record:
@@ -35,8 +47,9 @@ class MemoryUse(Record):
 class RequestRecord(Record):
     """One request of one round. Every submitted id has a record: what no completion came back for is `lost`.
 
-    `finish_reason` is eos, length, failed or lost. `queue_s` = scheduled - submitted; `ttft_s` = first token - submitted;
-    `latency_s` = finished - submitted; `tpot_s` = (latency - ttft) / (tokens - 1). `verdict` None: not judged.
+    `finish_reason` is eos, length, failed or lost. `queue_s` = scheduled - submitted; `ttft_s` = first token -
+    submitted; `latency_s` = finished - submitted; `tpot_s` = (latency - ttft) / (tokens - 1). `verdict` None: not
+    judged.
     """
 
     round_index: int
@@ -60,7 +73,7 @@ class RequestRecord(Record):
 
 @dataclass(frozen=True)
 class StepRecord(Record):
-    """One host-visible step of a round; `start_s` counts from the start of the round. Fields as in the engine's StepInfo."""
+    """One host-visible step of a round; `start_s` counts from the round's start. Fields as in the engine's StepInfo."""
 
     round_index: int
     step_index: int
@@ -81,9 +94,10 @@ class StepRecord(Record):
 class StepSummary(Record):
     """The steps of a round taken together.
 
-    The four time shares are parts of the round's wall time and add up to 1; `outside_steps_share` is what passed in no step.
-    Batch sizes are requests a step, each decode step of a burst counted. `occupancy` = mean batch / peak batch: below 1 when
-    requests end at different times. `padding_share` = padding / (tokens + padding). `mean_cache_used` weighs by time.
+    The four time shares are parts of the round's wall time and add up to 1; `outside_steps_share` is what passed in
+    no step. Batch sizes are requests a step, each decode step of a burst counted. `occupancy` = mean batch / peak
+    batch: below 1 when requests end at different times. `padding_share` = padding / (tokens + padding).
+    `mean_cache_used` weighs by time.
     """
 
     num_steps: int
@@ -106,8 +120,9 @@ class RoundRecord(Record):
     """One round. Warmup rounds are recorded and never counted; indices run on from them to the timed rounds.
 
     Tokens are counted from finished completions, prompts once a request; what failed requests generated is in
-    `num_discarded_tokens` and in no throughput. `accuracy` = correct / judged, None when nothing was judged. `steps` is None
-    for a driver that cannot see its steps. `completions_digest` is equal for rounds with the same completions in order.
+    `num_discarded_tokens` and in no throughput. `accuracy` = correct / judged, None when nothing was judged. `steps`
+    is None for a driver that cannot see its steps. `completions_digest` is equal for rounds with the same completions
+    in order.
     """
 
     round_index: int

@@ -30,8 +30,9 @@ def roofline_fraction(
 def mean_decode_context(requests: Sequence[RequestRecord]) -> float | None:
     """Tokens that an average decoded token attends to, itself included; None when nothing was decoded.
 
-    The first of n tokens comes from the prefill; the step of token j = 1 … n - 1 reads prompt + j tokens, so a request reads
-    (n - 1) * prompt + n * (n - 1) / 2 in n - 1 steps. Holds for full attention; a sliding window reads less.
+    The first of n tokens comes from the prefill; the step of token j = 1 … n - 1 reads prompt + j tokens, so a
+    request reads (n - 1) * prompt + n * (n - 1) / 2 in n - 1 steps. Holds for full attention; a sliding window reads
+    less.
     """
     num_decoded = sum(max(request.num_tokens - 1, 0) for request in requests)
     if not num_decoded:

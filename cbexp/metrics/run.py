@@ -32,12 +32,12 @@ def summarize_run(
     roofline: RooflineInputs | None,
     warnings: Sequence[str],
 ) -> dict[str, Any]:
-    """The content of summary.json: plain JSON values over the timed rounds; warmup is counted in `num_warmup_rounds` alone.
+    """The content of summary.json: plain JSON values over the timed rounds; of warmup only its number is there.
 
     Rules: a figure over rounds is the median (of an even number: the mean of the middle two) with its range
-    (`relative_half_range` = (max - min) / 2 / median). A rate is that of the median round by wall time. Percentiles of
-    requests are over all requests of the timed rounds; those of decode steps are the median of the rounds' percentiles.
-    `durations_s` are seconds outside of timing, by name (load, compile, warmup).
+    (`relative_half_range` = (max - min) / 2 / median). A rate is that of the median round by wall time. Percentiles
+    of requests are over all requests of the timed rounds; those of decode steps are the median of the rounds'
+    percentiles. `durations_s` are seconds outside of timing, by name (load, compile, warmup).
 
     Keys that scripts of this field read:
         backend: the driver (sync, manager, generate). compile_mode, attn_impl, lora_adapter: as resolved.
@@ -193,7 +193,7 @@ def _roofline(
 
 
 def _determinism(timed: Sequence[RoundRecord], requests: Sequence[RequestRecord]) -> dict[str, Any]:
-    """Whether every timed round gave the same completions; None of a single round, which has nothing to be compared with.
+    """Whether every timed round gave the same completions; None of a single round, which has none to compare with.
 
     `num_differing_requests`: requests, by their place in the round, whose completions are not all equal.
     """
