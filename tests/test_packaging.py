@@ -1,0 +1,216 @@
+"""The package as a user gets it: declared and pinned dependencies, and a wheel that works from another folder."""
+
+import ast
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "cbexp"
+CONSTRAINTS = ROOT / "scripts/constraints.txt"
+
+# Needed though nothing in cbexp imports them: transformers' chat templates; transformers' loading onto a device.
+USED_BY_OTHERS = {"jinja2", "accelerate"}
+
+
+def read_project():
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def read_pins():
+    lines = [line for line in CONSTRAINTS.read_text().splitlines() if not line.startswith("#")]
+    return {canonicalize_name(name): version for name, version in (line.split("==") for line in lines)}
+
+
+def list_third_party_packages(folder):
+    """Return the top names of what modules under `folder` import, without the standard library and ourselves."""
+    names = set()
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names.update(alias.name.partition(".")[0] for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                names.add(node.module.partition(".")[0])
+    return names - set(sys.stdlib_module_names) - {"cbexp"}
+
+
+def list_requirements(distribution, extras=()):
+    """Return the requirements of an installed distribution that apply here."""
+    requirements = map(Requirement, importlib.metadata.requires(distribution) or [])
+    environments = [{"extra": extra} for extra in ("", *extras)]
+    return [
+        requirement
+        for requirement in requirements
+        if requirement.marker is None or any(requirement.marker.evaluate(each) for each in environments)
+    ]
+
+
+def list_unpinned():
+    """Walk from cbexp[dev] to everything that it needs; return what no line pins, pins outside a range, and all seen.
+
+    What a requirement itself pins (torch does so with the CUDA libraries of its build) needs no line, and neither does
+    what only such a package asks for.
+    """
+    pins = read_pins()
+    unpinned, outside, seen = set(), set(), set()
+    queue = list_requirements("cbexp", extras=("dev",))
+    while queue:
+        requirement = queue.pop()
+        name = canonicalize_name(requirement.name)
+        if name in pins and pins[name] not in requirement.specifier:
+            outside.add(f"{requirement}, pinned {pins[name]}")
+        if (name, *requirement.extras) in seen:
+            continue
+        seen.add((name, *requirement.extras))
+        if name in pins:
+            queue += list_requirements(name, extras=requirement.extras)
+        elif not re.fullmatch(r"==[^*]+", str(requirement.specifier)):
+            unpinned.add(name)
+    return unpinned, outside, {name for name, *_ in seen}
+
+
+def test_every_import_is_a_declared_dependency_and_nothing_idle_is_declared():
+    declared = {canonicalize_name(Requirement(line).name) for line in read_project()["dependencies"]}
+    distributions = importlib.metadata.packages_distributions()
+    imported = {
+        canonicalize_name(distributions[package][0]) for package in list_third_party_packages(PACKAGE)
+    }
+    assert imported | USED_BY_OTHERS == declared
+
+
+def test_the_engine_needs_torch_and_transformers_alone():
+    assert list_third_party_packages(PACKAGE / "engine") <= {"torch", "transformers", "triton"}
+
+
+def test_every_dependency_has_a_range():
+    for requirement in map(Requirement, read_project()["dependencies"]):
+        operators = {specifier.operator for specifier in requirement.specifier}
+        assert operators == {">=", "<"}, requirement
+
+
+def test_the_pinned_set_is_complete_and_within_the_ranges():
+    unpinned, outside, needed = list_unpinned()
+    assert unpinned == set()
+    assert outside == set()
+    build_tools = {"editables", "setuptools"}
+    assert set(read_pins()) - needed <= build_tools
+
+
+def test_the_pinned_set_names_no_index_no_build_and_no_folder():
+    for line in CONSTRAINTS.read_text().splitlines():
+        assert re.fullmatch(r"#.*|[A-Za-z0-9._-]+==[0-9A-Za-z.]+", line), line
+        assert "/" not in line
+
+
+def run_python(*arguments, folder, **environment):
+    """Run this Python in `folder`, without the coverage of the tests: the modules are not those of the checkout."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=kept | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def build(source, target):
+    command = (
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        target,
+        source,
+    )
+    result = run_python(*command, folder=target)
+    assert result.returncode == 0, result.stderr
+    (wheel,) = target.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    return build(ROOT, tmp_path_factory.mktemp("wheel"))
+
+
+def list_files(folder, prefix):
+    paths = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc")
+    return {f"{prefix}/{path.relative_to(folder).as_posix()}" for path in paths}
+
+
+def test_the_wheel_carries_the_package_its_choices_and_its_model(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    expected = list_files(PACKAGE, "cbexp") | list_files(ROOT / "conf", "cbexp/conf")
+    assert {name for name in names if name.startswith("cbexp/")} == expected
+    assert {"cbexp/conf/config.yaml", "cbexp/py.typed", "cbexp/assets/tiny/model.safetensors"} <= expected
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    others = {name.partition("/")[0] for name in names} - {"cbexp"}
+    assert others == {"cbexp-0.1.0.dist-info"}
+
+
+def test_the_wheel_made_from_the_source_archive_is_the_same(wheel, tmp_path):
+    result = run_python("-m", "hatchling", "build", "-t", "sdist", "-d", tmp_path, folder=ROOT)
+    assert result.returncode == 0, result.stderr
+    (archive,) = tmp_path.glob("*.tar.gz")
+    assert zipfile.ZipFile(build(archive, tmp_path)).namelist() == zipfile.ZipFile(wheel).namelist()
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """The folder where the wheel is installed, apart from its dependencies."""
+    target = tmp_path_factory.mktemp("installed")
+    result = run_python(
+        "-m", "pip", "install", "--quiet", "--no-deps", "--target", target, wheel, folder=target
+    )
+    assert result.returncode == 0, result.stderr
+    return target
+
+
+def test_the_installed_wheel_is_what_runs(installed, tmp_path):
+    result = run_python(
+        "-c", "import cbexp; print(cbexp.__file__)", folder=tmp_path, PYTHONPATH=str(installed)
+    )
+    assert result.stdout.strip() == str(installed / "cbexp/__init__.py")
+
+
+def test_the_installed_wheel_explains_itself(installed, tmp_path):
+    result = run_python("-m", "cbexp", "--help", folder=tmp_path, PYTHONPATH=str(installed))
+    assert result.returncode == 0, result.stderr
+    assert "compile" in result.stdout
+
+
+def test_the_installed_command_makes_a_dry_run(installed, tmp_path):
+    command = installed / "bin/cbexp"
+    result = run_python(command, "dry_run=true", folder=tmp_path, PYTHONPATH=str(installed))
+    assert result.returncode == 0, result.stderr
+    assert "weights" in result.stdout.lower()
+
+
+def test_the_installed_wheel_takes_a_users_own_choices(installed, tmp_path):
+    (tmp_path / "mine/sampling").mkdir(parents=True)
+    (tmp_path / "mine/sampling/short.yaml").write_text("defaults: [greedy]\nmax_new_tokens: 3\n")
+    arguments = ("--config-dir", "mine", "sampling=short", "--cfg", "job")
+    result = run_python("-m", "cbexp", *arguments, folder=tmp_path, PYTHONPATH=str(installed))
+    assert result.returncode == 0, result.stderr
+    assert "max_new_tokens: 3" in result.stdout
+
+
+def test_the_installed_wheel_runs_the_smoke_experiment(installed, tmp_path):
+    arguments = ("experiment=smoke", "tracking=disabled", "stats_path=stats.json")
+    result = run_python("-m", "cbexp", *arguments, folder=tmp_path, PYTHONPATH=str(installed))
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "stats.json").is_file()
