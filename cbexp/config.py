@@ -118,8 +118,9 @@ class AdapterConfig:
 class DatasetConfig:
     """Where prompts come from. Each kind reads the fields that `DATASET_FIELDS_BY_KIND` names, and refuses the others.
 
-    `min_length`, `max_length` and `lengths_file` (one length a line) are prompt lengths in tokens; lengths are drawn
-    from `lengths_seed`, the token ids from the root `seed`. `answer_field` is read for a verifier alone.
+    `min_length`, `max_length` and `lengths_file` (one length a line, or a JSON list) are prompt lengths in tokens;
+    lengths are drawn from `lengths_seed` (None: the root `seed`), the token ids from the root `seed`. `answer_field`
+    is read for a verifier alone.
     """
 
     name: str = "arithmetic"
