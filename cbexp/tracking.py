@@ -12,7 +12,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from cbexp.config import TrackingConfig
-from cbexp.credentials import find_credentials
 from cbexp.errors import ConfigError
 from cbexp.metrics import RoundRecord, flatten_numbers
 
@@ -20,6 +19,9 @@ if TYPE_CHECKING:
     import wandb
 
 Mode = Literal["online", "offline", "disabled"]
+
+# What wandb is told by WANDB_MODE or its settings files, where that is not to go online.
+OWN_MODES: dict[str, Mode] = {"offline": "offline", "dryrun": "offline", "disabled": "disabled"}
 
 INIT_TIMEOUT_S = 20.0
 FINISH_TIMEOUT_S = 30.0
@@ -117,7 +119,7 @@ def start_tracking(
 ) -> Tracker:
     """Start the job's W&B run inside `run_dir`; offline when W&B cannot be reached, with a warning.
 
-    Mode `auto` is what WANDB_MODE says, else online with credentials, else offline. `disabled` does not import wandb.
+    Mode `auto` is wandb's own (WANDB_MODE), else online with credentials, else offline. `disabled` does not import it.
 
     Raises:
         ConfigError: `online` without credentials, or a project, tag or the like that W&B would refuse.
@@ -148,21 +150,32 @@ def _own_settings() -> wandb.Settings:
 
 
 def _choose_mode(config: TrackingConfig, settings: wandb.Settings) -> Choice:
-    credentials = find_credentials(settings.base_url, settings.api_key)
-    if config.mode == "online" and credentials is None:
+    if config.mode == "offline":
+        return Choice("offline", "as configured")
+    own_mode = OWN_MODES.get(settings.mode)
+    if own_mode is not None and config.mode == "online":
+        raise ConfigError(f"tracking=online, but wandb's own mode is {settings.mode} (WANDB_MODE): unset it.")
+    if own_mode is not None:
+        return Choice(own_mode, f"wandb's own mode is {settings.mode}")
+    problem = _find_login_problem(settings)
+    if problem is None:
+        return Choice("online", "as configured" if config.mode == "online" else "credentials found")
+    if config.mode == "online":
         raise ConfigError(
-            f"tracking=online, but there are no credentials for {settings.base_url}: "
-            "run `wandb login`, set WANDB_API_KEY, or use tracking=offline."
+            f"tracking=online, but {problem}: run `wandb login`, set WANDB_API_KEY, or use tracking=offline."
         )
-    if config.mode in ("online", "offline"):
-        return Choice("online" if config.mode == "online" else "offline", "as configured")
-    if settings.mode in ("offline", "dryrun"):
-        return Choice("offline", f"wandb's own mode is {settings.mode}")
-    if settings.mode == "disabled":
-        return Choice("disabled", "wandb's own mode")
-    if credentials:
-        return Choice("online", f"credentials from {credentials}")
-    return Choice("offline", "no credentials found")
+    return Choice("offline", problem)
+
+
+def _find_login_problem(settings: wandb.Settings) -> str | None:
+    """Why wandb has no credentials to go online with; None when it has some. Asks neither the user nor the server."""
+    import wandb
+
+    try:
+        has_credentials = wandb.login(verify=False, prompt=False)
+    except wandb.Error as error:
+        return f"the credentials cannot be used ({_first_line(error)})"
+    return None if has_credentials else f"there are no credentials for {settings.base_url}"
 
 
 def _build_settings(config: TrackingConfig, run_name: str, group: str | None) -> wandb.Settings:

@@ -1,0 +1,529 @@
+"""W&B runs read back from disk, and what happens without credentials, network or patience."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+import wandb
+from wandb.proto import wandb_internal_pb2
+
+from cbexp import metrics
+from cbexp.config import TrackingConfig
+from cbexp.errors import ConfigError
+from cbexp.metrics import RoundRecord
+from cbexp.tracking import Tracker, start_tracking
+
+KEY = "k" * 40
+DEAD_SERVER = "http://127.0.0.1:9"
+
+
+@pytest.fixture(autouse=True)
+def machine_without_credentials(tmp_path, monkeypatch):
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.delenv("NETRC", raising=False)
+    for name in ("HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
+        folder = tmp_path / name
+        folder.mkdir()
+        monkeypatch.setenv(name, str(folder))
+    yield
+    wandb.teardown()
+
+
+@pytest.fixture
+def run_dir(tmp_path) -> Path:
+    path = tmp_path / "run"
+    path.mkdir()
+    return path
+
+
+def a_round(index: int, is_warmup: bool = False) -> RoundRecord:
+    requests = [metrics.RequestRecord(index, "r", "eos", 3, 4, 0.5, 1.0, 1 / 3, 2.0, True, "d", None)]
+    return metrics.summarize_round(index, is_warmup, 0.0, 1.0 + index / 7, requests, [], None)
+
+
+def start(run_dir: Path, mode: str = "offline", **options: object) -> Tracker:
+    return start_tracking(TrackingConfig(mode=mode, **options), "seed=1", None, {"seed": 1}, run_dir)
+
+
+def fail_to_start(**_options: object) -> None:
+    raise OSError("no space left")
+
+
+# Reading an offline run back
+
+
+@dataclass
+class ReadBack:
+    """What an offline run's file holds."""
+
+    run: wandb_internal_pb2.RunRecord | None = None
+    history: list[dict] = field(default_factory=list)
+    summary: dict = field(default_factory=dict)
+    metrics: list[wandb_internal_pb2.MetricRecord] = field(default_factory=list)
+    exit_code: int | None = None
+
+    @property
+    def config(self) -> dict:
+        updates = {item.key: json.loads(item.value_json) for item in self.run.config.update}
+        return {key: value for key, value in updates.items() if key != "_wandb"}
+
+
+def iterate_records(path: Path) -> Iterator[wandb_internal_pb2.Record]:
+    """The records of a .wandb file: a LevelDB log (blocks of 32 KiB) behind a header of seven bytes."""
+    data = path.read_bytes()
+    assert data[:4] == b":W&B"
+    position, record = 7, b""
+    while position + 7 <= len(data):
+        left_in_block = 32768 - position % 32768
+        if left_in_block < 7:
+            position += left_in_block
+            continue
+        _, size, kind = struct.unpack("<IHB", data[position : position + 7])
+        record += data[position + 7 : position + 7 + size]
+        position += 7 + size
+        if kind in (1, 4):  # a whole record, or the last part of one
+            yield wandb_internal_pb2.Record.FromString(record)
+            record = b""
+
+
+def read_back(run_dir: Path, folder: str = "offline-run-*") -> ReadBack:
+    wandb.teardown()  # wandb's own process writes the last records after finish() has returned
+    (path,) = run_dir.glob(f"wandb/{folder}/*.wandb")
+    found = ReadBack()
+    for record in iterate_records(path):
+        match record.WhichOneof("record_type"):
+            case "run":
+                found.run = record.run
+            case "history":
+                found.history.append(_nested_values(record.history.item))
+            case "summary":
+                found.summary |= _nested_values(record.summary.update)
+            case "metric":
+                found.metrics.append(record.metric)
+            case "exit":
+                found.exit_code = record.exit.exit_code
+    return found
+
+
+def _nested_values(items) -> dict:
+    return {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items}
+
+
+def test_offline_run_holds_what_was_logged(run_dir):
+    config = TrackingConfig(mode="offline", project="my-project", entity="team", tags=["a", "b"])
+    resolved = {"model": {"name": "tiny", "dtype": None}, "sampling": {"eos_token_ids": [1, 2]}, "seed": 3}
+    rounds = [a_round(0, is_warmup=True), a_round(1), a_round(2)]
+    with start_tracking(config, "seed=3,compile=eager", "sweep-1", resolved, run_dir) as tracker:
+        for record in rounds:
+            tracker.log_round(record)
+        tracker.log_summary(
+            {"decode_tps": 4.5, "wall_s": {"median": 1.5}, "wall_times_s": [1.0, 2.0], "accuracy": None}
+        )
+    assert tracker.warnings == []
+
+    found = read_back(run_dir)
+    assert found.config == resolved
+    assert (found.run.project, found.run.entity, found.run.run_group) == ("my-project", "team", "sweep-1")
+    assert (found.run.display_name, list(found.run.tags)) == ("seed=3,compile=eager", ["a", "b"])
+    assert found.exit_code == 0
+    logged = [{k: v for k, v in row.items() if not k.startswith("_")} for row in found.history]
+    for row, record, prefix in zip(logged, rounds, ("warmup/", "", ""), strict=True):
+        numbers = metrics.flatten_numbers(record.to_dict())
+        assert row == {"round": record.round_index} | {
+            prefix + name: value for name, value in numbers.items()
+        }
+    assert logged[1]["ttft_s/p50"] == 1.0
+    summary = {key: found.summary[key] for key in ("decode_tps", "wall_s", "wall_times_s", "accuracy")}
+    assert summary == {
+        "decode_tps": 4.5,
+        "wall_s": {"median": 1.5},
+        "wall_times_s": [1.0, 2.0],
+        "accuracy": None,
+    }
+
+
+def test_all_metrics_are_drawn_against_the_round(run_dir):
+    with start(run_dir) as tracker:
+        tracker.log_round(a_round(0))
+    found = read_back(run_dir)
+    (glob,) = [metric for metric in found.metrics if metric.glob_name == "*"]
+    assert glob.step_metric == "round"
+    assert "output_tokens_per_s" not in found.summary, "the last round's value must not pass for the run's"
+
+
+def test_no_two_jobs_share_a_run(tmp_path):
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    with start(tmp_path / "first") as one, start(tmp_path / "second") as other:
+        one.log_round(a_round(0))
+        other.log_round(a_round(1))
+    first, second = read_back(tmp_path / "first"), read_back(tmp_path / "second")
+    assert first.run.run_id != second.run.run_id
+    assert [row["round"] for row in first.history] == [0]
+    assert [row["round"] for row in second.history] == [1]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_run_of_a_job_that_ends_badly_is_not_shown_as_finished(run_dir, error):
+    def run_badly() -> None:
+        with start(run_dir) as tracker:
+            tracker.log_round(a_round(0))
+            raise error
+
+    with pytest.raises(error):
+        run_badly()
+    assert read_back(run_dir).exit_code == 1
+
+
+def test_exit_code_is_the_first_one_given(run_dir):
+    with start(run_dir) as tracker:
+        tracker.finish(exit_code=3)
+    assert read_back(run_dir).exit_code == 3
+
+
+def test_long_names_are_cut_to_what_wandb_takes(run_dir):
+    start_tracking(TrackingConfig(mode="offline"), "x" * 300, "g" * 300, {}, run_dir).finish(0)
+    run = read_back(run_dir).run
+    assert len(run.display_name) == len(run.run_group) == 128
+    assert run.display_name.endswith("x…")
+
+
+# Completions
+
+
+def completion_rows(number: int) -> list[dict]:
+    return [
+        {
+            "round_index": 0,
+            "request_id": f"req_{index}",
+            "finish_reason": "eos",
+            "verdict": None if index else True,
+            "text": f"confidential {index}",
+            "completion_ids": [1],
+            "prompt_ids": [2],
+        }
+        for index in range(number)
+    ]
+
+
+def test_completions_are_logged_up_to_the_limit_when_asked_for(run_dir):
+    with start(run_dir, log_completions=True, max_logged_completions=2) as tracker:
+        tracker.log_completions(completion_rows(5))
+    assert tracker.warnings == []
+    (path,) = run_dir.glob("wandb/offline-run-*/files/media/table/*.json")
+    table = json.loads(path.read_text())
+    assert table["columns"] == ["round_index", "request_id", "finish_reason", "verdict", "text"]
+    assert table["data"] == [
+        [0, "req_0", "eos", True, "confidential 0"],
+        [0, "req_1", "eos", None, "confidential 1"],
+    ]
+
+
+def test_completions_stay_private_by_default(run_dir):
+    with start(run_dir) as tracker:
+        tracker.log_completions(completion_rows(1))
+    contents = [path.read_bytes() for path in run_dir.rglob("*") if path.is_file()]
+    assert contents
+    assert not any(b"confidential" in content for content in contents)
+
+
+# Modes
+
+
+def test_offline_says_where_the_data_is_and_how_to_upload_it(run_dir):
+    tracker = start(run_dir)
+    tracker.finish(0)
+    command = re.search(r"upload with: wandb sync (\S+)$", tracker.description)
+    assert "W&B offline (as configured)" in tracker.description
+    assert Path(command[1]).is_relative_to(run_dir)
+    assert list(Path(command[1]).glob("*.wandb"))
+
+
+def test_auto_without_credentials_is_offline_and_says_why(run_dir):
+    tracker = start(run_dir, mode="auto")
+    tracker.finish(0)
+    assert "W&B offline (there are no credentials for https://" in tracker.description
+
+
+@pytest.mark.parametrize(
+    ("variable", "mode"), [("offline", "offline"), ("dryrun", "offline"), ("disabled", "disabled")]
+)
+def test_auto_follows_the_mode_set_for_wandb(run_dir, monkeypatch, variable, mode):
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setenv("WANDB_MODE", variable)
+    tracker = start(run_dir, mode="auto")
+    tracker.finish(0)
+    assert tracker.description.startswith(f"W&B {mode} (wandb's own mode")
+    assert (run_dir / "wandb").exists() == (mode == "offline")
+
+
+def test_online_without_credentials_is_refused_before_anything_runs(run_dir):
+    with pytest.raises(
+        ConfigError, match=r"no credentials for https://\S+: run `wandb login`.*tracking=offline"
+    ):
+        start(run_dir, mode="online")
+    assert list(run_dir.iterdir()) == []
+
+
+def test_disabled_does_not_import_wandb(tmp_path):
+    script = """
+        import sys
+        from pathlib import Path
+        from cbexp import metrics
+        from cbexp.config import TrackingConfig
+        from cbexp.tracking import start_tracking
+        with start_tracking(TrackingConfig(mode="disabled"), "name", None, {}, Path(sys.argv[1])) as tracker:
+            tracker.log_summary({"a": 1})
+            tracker.log_completions([])
+        assert tracker.description == "W&B disabled", tracker.description
+        assert tracker.warnings == []
+        assert "wandb" not in sys.modules
+    """
+    run_script(script, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"project": "a/b"}, "project name 'a/b'"), ({"tags": [""]}, "run_tags: .*Tag at index 0 is empty")],
+)
+def test_what_wandb_would_refuse_is_a_clear_error(run_dir, options, message):
+    with pytest.raises(ConfigError, match=message):
+        start(run_dir, **options)
+    assert list(run_dir.iterdir()) == []
+
+
+def test_bad_variables_of_wandb_are_a_clear_error(run_dir, monkeypatch):
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "soon")
+    wandb.teardown()
+    with pytest.raises(ConfigError, match="init_timeout"):
+        start(run_dir)
+
+
+# Credentials
+
+
+@pytest.mark.parametrize("host", ["api.wandb.ai", "wandb.example"])
+def test_credentials_of_a_netrc_file_count_for_their_host(run_dir, tmp_path, monkeypatch, host):
+    (tmp_path / "HOME" / ".netrc").write_text(f"machine {host}\n  login user\n  password {KEY}\n")
+    monkeypatch.setenv("WANDB_BASE_URL", "https://api.wandb.ai")
+    monkeypatch.setattr(wandb, "init", fail_to_start)
+    tracker = start(run_dir, mode="auto")
+    tried = [re.match(r"W&B could not start (\w+):", warning)[1] for warning in tracker.warnings]
+    assert tried == (["online", "offline"] if host == "api.wandb.ai" else ["offline"])
+
+
+def test_key_of_the_wrong_shape_means_offline_and_says_so(run_dir, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "short")
+    tracker = start(run_dir, mode="auto")
+    tracker.finish(0)
+    assert "W&B offline (the credentials cannot be used (WANDB_API_KEY invalid:" in tracker.description
+    with pytest.raises(ConfigError, match="tracking=online, but the credentials cannot be used"):
+        start(run_dir, mode="online")
+
+
+def test_online_against_wandbs_own_mode_is_refused(run_dir, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    with pytest.raises(ConfigError, match=r"tracking=online, but wandb's own mode is offline \(WANDB_MODE\)"):
+        start(run_dir, mode="online")
+
+
+# W&B out of reach
+
+
+def test_unreachable_server_at_the_start_means_offline_with_a_warning(run_dir, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setenv("WANDB_BASE_URL", DEAD_SERVER)
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "1")
+    wandb.teardown()
+    with start(run_dir, mode="online") as tracker:
+        tracker.log_round(a_round(0))
+    assert "W&B offline (online failed); upload with: wandb sync" in tracker.description
+    (warning,) = tracker.warnings
+    assert "could not start online" in warning
+    assert "connection refused" in warning
+    assert [row["round"] for row in read_back(run_dir).history] == [0]
+
+
+class FakeServer(http.server.ThreadingHTTPServer):
+    """As much of a W&B server as a run needs."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), FakeHandler)
+        self.thread = threading.Thread(target=self.serve_forever, daemon=True)
+        self.thread.start()
+
+    def stop(self) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+class FakeHandler(http.server.BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("content-length", 0)))
+        answer = json.dumps(self.answer(body)).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    do_GET = do_POST  # noqa: N815 - the standard library's way
+
+    def answer(self, body: bytes) -> dict:
+        if b"mutation UpsertBucket" in body:
+            project = {"id": "p", "name": "project", "entity": {"id": "e", "name": "team"}}
+            name = json.loads(body)["variables"]["name"]
+            bucket = {"id": "x", "name": name, "displayName": "n", "config": "{}", "project": project}
+            return {"data": {"upsertBucket": {"bucket": bucket | {"historyLineCount": 0}, "inserted": True}}}
+        if b"mutation CreateRunFiles" in body:
+            return {"data": {"createRunFiles": {"runID": "x", "uploadHeaders": [], "files": []}}}
+        if b"query Viewer" in body:
+            viewer = {
+                "id": "v",
+                "entity": "team",
+                "username": "u",
+                "email": "",
+                "flags": "{}",
+                "teams": {"edges": []},
+            }
+            return {"data": {"viewer": viewer}}
+        return {"data": {}}
+
+    def log_message(self, *_arguments: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch):
+    server = FakeServer()
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("WANDB_FINISH_TIMEOUT", "1")
+    wandb.teardown()
+    yield server
+    server.stop()
+
+
+@pytest.mark.usefixtures("server")
+def test_online_run_names_its_page_prints_nothing_and_leaks_no_key(run_dir, capfd):
+    with start(run_dir, mode="auto") as tracker:
+        tracker.log_round(a_round(0))
+    assert tracker.warnings == []
+    assert tracker.description.startswith("W&B online (credentials found); http://127.0.0.1:")
+    assert "/team/project/runs/" in tracker.description
+    assert capfd.readouterr() == ("", "")
+    assert not any(KEY.encode() in path.read_bytes() for path in run_dir.rglob("*") if path.is_file())
+
+
+def test_server_lost_in_the_middle_loses_no_round(run_dir, server):
+    tracker = start(run_dir, mode="online")
+    tracker.log_round(a_round(0))
+    server.stop()
+    tracker.log_round(a_round(1))
+    tracker.log_summary({"decode_tps": 1.0})
+    started_s = time.monotonic()
+    tracker.finish(0)
+    assert time.monotonic() - started_s < 10
+    (warning,) = tracker.warnings
+    assert re.search(r"finishing the run took too long; the data is kept: wandb sync \S+/run-\S+$", warning)
+    found = read_back(run_dir, "run-*")
+    assert [row["round"] for row in found.history] == [0, 1]
+    assert found.summary["decode_tps"] == 1.0
+
+
+# wandb itself breaks
+
+
+def test_failures_of_wandb_are_counted_and_end_nothing(run_dir, monkeypatch):
+    with start(run_dir) as tracker:
+
+        def fail(*_arguments: object) -> None:
+            raise RuntimeError("broken pipe")
+
+        monkeypatch.setattr(wandb.Run, "log", fail)
+        tracker.log_round(a_round(0))
+        tracker.log_round(a_round(1))
+    assert tracker.warnings == ["W&B: logging a round failed (RuntimeError: broken pipe) (2 times)"]
+    assert read_back(run_dir).exit_code == 0
+
+
+def test_wandb_that_cannot_start_at_all_leaves_the_job_alone(run_dir, monkeypatch):
+    monkeypatch.setattr(wandb, "init", fail_to_start)
+    with start(run_dir) as tracker:
+        tracker.log_round(a_round(0))
+    assert tracker.description == "W&B off"
+    assert tracker.warnings == ["W&B could not start offline: no space left"]
+
+
+# Crashes and noise
+
+
+def run_script(script: str, *arguments: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=True, cwd=Path(__file__).parents[1]
+    )
+
+
+LOGGING_SCRIPT = """
+    import sys, time
+    from pathlib import Path
+    from cbexp.config import TrackingConfig
+    from cbexp.tracking import start_tracking
+    from tests.test_tracking import a_round
+    tracker = start_tracking(TrackingConfig(mode="offline"), "name", None, {"seed": 1}, Path(sys.argv[1]))
+    for index in range(5):
+        tracker.log_round(a_round(index))
+"""
+
+
+def test_killed_process_has_its_rounds_on_disk(run_dir):
+    """Killed together with wandb's own process, as a machine that goes down would."""
+    script = LOGGING_SCRIPT + '    print("logged", flush=True)\n    time.sleep(60)\n'
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script), run_dir],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[1],
+    )
+    assert process.stdout.readline() == "logged\n"
+    time.sleep(1.5)
+    for victim in [*psutil.Process(process.pid).children(recursive=True), process]:
+        victim.kill()
+    process.communicate()
+    found = read_back(run_dir)
+    assert [row["round"] for row in found.history] == [0, 1, 2, 3, 4]
+    assert found.config == {"seed": 1}
+    assert found.exit_code is None
+
+
+def test_wandb_prints_nothing(run_dir):
+    done = run_script(LOGGING_SCRIPT + "    tracker.finish(0)\n", run_dir)
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_wandb_folder_lies_inside_the_run_directory(run_dir, tmp_path, monkeypatch):
+    launch_folder = tmp_path / "launch"
+    launch_folder.mkdir()
+    monkeypatch.chdir(launch_folder)
+    start(run_dir).finish(0)
+    assert list(launch_folder.iterdir()) == []
+    assert list((run_dir / "wandb").glob("offline-run-*"))
+    shutil.rmtree(run_dir / "wandb")
