@@ -13,8 +13,8 @@ from torch import nn
 def borrowed_for_inference(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Run the body in eval mode, without gradients and in the model's own dtype.
 
-    Modes are flipped module by module and put back one by one: a caller may keep parts of a model in eval mode. Inference
-    mode is left, since tensors born in it could not be written by a later drive outside of it.
+    Modes are flipped module by module and put back one by one: a caller may keep parts of a model in eval mode.
+    Inference mode is left, since the cache is written by drives inside and outside of it.
     """
     in_training = [module for module in model.modules() if module.training]
     autocast_off = torch.autocast(device_type=device.type, enabled=False)

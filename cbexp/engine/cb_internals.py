@@ -10,14 +10,16 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.cache import PagedAttentionCache, group_layers_by_attn_type
 from transformers.generation.continuous_batching.cache_allocators import SLIDING_ATTENTION
-from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessorList
+from transformers.generation.continuous_batching.cb_logits_processors import (
+    ContinuousBatchingLogitsProcessorList,
+)
 from transformers.generation.continuous_batching.continuous_api import (
     BackgroundThreadStatus,
     ContinuousBatchProcessor,
@@ -28,6 +30,7 @@ from transformers.generation.continuous_batching.initialization import (
     resolve_continuous_batching_config,
     update_cb_config_after_cache_creation,
 )
+from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 from transformers.generation.continuous_batching.model_runner import infer_max_single_request_tokens
 from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING
@@ -37,12 +40,14 @@ from transformers.utils.generic import is_flash_attention_requested
 from cbexp.engine.types import CacheMemoryError, UnsupportedModelError
 
 __all__ = [
+    "ContinuousBatchingIOs",
     "EngineSettings",
     "FutureRequestState",
     "build_processor",
     "build_request_state",
     "child_id",
     "describe_processor",
+    "generated_ids",
     "infer_max_single_request_tokens",
     "require_paged_attention",
     "sector_slack_blocks",
@@ -54,7 +59,10 @@ MAX_MEMORY_FRACTION = 0.9
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What a processor is built from. `max_batch_tokens` and `page_size` in tokens, `num_blocks` pages of every layer."""
+    """What a processor is built from. A block is a page of `page_size` tokens for every layer.
+
+    `max_requests_per_batch` is at most `max_batch_tokens`.
+    """
 
     page_size: int
     num_blocks: int
@@ -79,7 +87,7 @@ class _SeedlessDistributedHelper(DistributedHelper):
 
 
 def require_paged_attention(config: PreTrainedConfig) -> None:
-    """Raise `UnsupportedModelError` unless the model's layers and its attention implementation work on a paged cache."""
+    """Raise `UnsupportedModelError` unless the model's layers and attention implementation work on a paged cache."""
     _group_layers(config)
     attention = config._attn_implementation
     if attention not in ("eager", "sdpa") and not is_flash_attention_requested(config):
@@ -113,7 +121,7 @@ def build_processor(model: PreTrainedModel, settings: EngineSettings) -> Continu
             cache=cache,
             config=config,
             # The processor reads nothing but `do_sample` here: requests carry their own limits and EOS.
-            generation_config=GenerationConfig(do_sample=False),
+            generation_config=GenerationConfig(do_sample=False),  # type: ignore[no-untyped-call]
             continuous_batching_config=cb_config,
             logit_processor=ContinuousBatchingLogitsProcessorList(LogitsProcessorList()),
             input_queue=None,
@@ -122,8 +130,8 @@ def build_processor(model: PreTrainedModel, settings: EngineSettings) -> Continu
             background_thread_status=BackgroundThreadStatus(),
             model_device=model.device,
             model_dtype=model.dtype,
-            scheduler=SCHEDULER_MAPPING[settings.scheduler](
-                cache, safety_margin=0.0, max_requests_per_batch=cb_config.max_requests_per_batch
+            scheduler=cast(Any, SCHEDULER_MAPPING[settings.scheduler])(
+                cache, safety_margin=0.0, max_requests_per_batch=settings.max_requests_per_batch
             ),
             distributed_helper=helper,
         )
@@ -146,6 +154,12 @@ def build_request_state(
     )
 
 
+def generated_ids(state: RequestState) -> tuple[int, ...]:
+    """All tokens of a request so far; upstream makes those from before an eviction part of its prompt."""
+    output = state.to_generation_output()  # type: ignore[no-untyped-call]
+    return tuple(output.generated_tokens)
+
+
 def child_id(parent_id: str, index: int) -> str:
     """Upstream's id for a fork (made in `ContinuousBatchProcessor.update_batch`)."""
     return f"{parent_id}__child#{index}"
@@ -154,6 +168,7 @@ def child_id(parent_id: str, index: int) -> str:
 def describe_processor(processor: ContinuousBatchProcessor) -> dict[str, Any]:
     """Settings as they run, as plain JSON values."""
     cache, cb_config = processor.cache, processor.cb_config
+    table_width = cb_config.max_blocks_per_request or 0
     return {
         "page_size": cb_config.page_size,
         "num_blocks": int(cache.num_blocks),
@@ -161,8 +176,8 @@ def describe_processor(processor: ContinuousBatchProcessor) -> dict[str, Any]:
         "cache_bytes": cache.cache_tensor.numel(),
         "max_batch_tokens": cb_config.max_batch_tokens,
         "max_requests_per_batch": cb_config.max_requests_per_batch,
-        "max_blocks_per_request": cb_config.max_blocks_per_request,
-        "decode_fast_path": cb_config.max_blocks_per_request > 0,
+        "max_blocks_per_request": table_width,
+        "decode_fast_path": table_width > 0,
         "block_sharing": cache.use_prefix_sharing,
         "scheduler": cb_config.scheduler_type,
         "async_batching": cb_config.use_async_batching,
@@ -178,7 +193,7 @@ def _group_layers(config: PreTrainedConfig) -> dict[str, list[int]]:
         return group_layers_by_attn_type(config)
     except ValueError as error:
         raise UnsupportedModelError(
-            f"{config.model_type} cannot be driven: the paged cache serves full and sliding-window attention only ({error})."
+            f"{config.model_type} cannot be driven: a paged cache serves full and sliding attention only ({error})."
         ) from error
 
 
@@ -195,8 +210,8 @@ def _on_device(device: torch.device) -> Iterator[None]:
 def _config_for_upstream(config: PreTrainedConfig) -> PreTrainedConfig:
     """A copy in which "eager" reads "paged|eager", the name for which upstream builds masks.
 
-    The model itself stays "eager" and runs its own attention function on those masks; upstream's paged one drops the soft
-    cap. The copy has no `compile_config` either, which upstream would take up by itself.
+    The model itself stays "eager" and runs its own attention function on those masks; upstream's paged one drops the
+    soft cap. The copy has no `compile_config` either, which upstream would take up by itself.
     """
     config = copy.deepcopy(config)
     if config._attn_implementation == "eager":
@@ -259,7 +274,7 @@ def _build_cache(
             device=model.device,
             distributed_helper=helper,
             dtype=model.dtype,
-            model_supports_logits_to_keep=model._supports_logits_to_keep(),
+            model_supports_logits_to_keep=cast(Any, model)._supports_logits_to_keep(),
         )
     except MemoryError as error:
         raise CacheMemoryError(

@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import torch
 import transformers
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 
 from cbexp.engine.borrow import borrowed_for_inference
 from cbexp.engine.compatibility import check_transformers_version
@@ -18,40 +17,40 @@ from cbexp.engine.model_support import require_supported_model
 from cbexp.engine.prompts import RequestLimits, check_length, check_prompt, resolve_max_new_tokens
 from cbexp.engine.request_book import PromptGroup, RequestBook
 from cbexp.engine.settings import check_config, resolve_decoding
-from cbexp.engine.sizing import choose_safety_margin, count_blocks_needed
 from cbexp.engine.types import CBSyncConfig, Completion, EngineError, StepInfo
 
 if TYPE_CHECKING:
-    from cbexp.engine.paged_engine import EngineStep, PagedEngine
+    from cbexp.engine.paged_engine import EngineStep
 
 
 class SyncCBDriver:
-    """Generates greedily with the caller's own model object; implements `RolloutDriver`.
+    """Generates greedily with the caller's own model object; implements `RolloutDriver`. Not thread-safe.
 
-    `model` is a transformers causal language model on one device, bare or inside a PEFT wrapper. Between drives it is in
-    the caller's hands, weights included: no keys or values outlive a drive. Of `generation_config` (default: the model's
-    own) only `max_new_tokens` and `eos_token_id` count, and `config` goes before it. Not thread-safe.
+    `model` is a transformers causal language model on one device, bare or inside a PEFT wrapper. Between drives it is
+    in the caller's hands, weights included: no keys or values outlive a drive. Of `generation_config` (default: the
+    model's own) only `max_new_tokens`, `eos_token_id` and `pad_token_id` count, and `config` goes before it.
 
-    Raises at construction: `UnsupportedTransformersError`, `UnsupportedModelError`, `CacheMemoryError`, `EngineError` for
-    a setting that is not available yet, `ValueError` for an impossible one.
+    Raises at construction: `UnsupportedTransformersError`, `UnsupportedModelError`, `CacheMemoryError`, `EngineError`
+    for a setting that is not available yet, `ValueError` for an impossible one.
     """
 
     def __init__(
-        self, model: Any, generation_config: GenerationConfig | None = None, config: CBSyncConfig | None = None
+        self,
+        model: Any,
+        generation_config: GenerationConfig | None = None,
+        config: CBSyncConfig | None = None,
     ) -> None:
         check_transformers_version(transformers.__version__)
-        # Only now: another version may lack the names that the engine imports.
-        from cbexp.engine.cb_internals import require_paged_attention, sector_slack_blocks
+        # Only now: another version may lack the names that this import needs.
+        from cbexp.engine.engine_slot import EngineSlot
 
-        self._config = config if config is not None else CBSyncConfig()
+        self._config = CBSyncConfig() if config is None else config
         check_config(self._config)
-        self._model: PreTrainedModel = require_supported_model(model)
-        require_paged_attention(self._model.config)
-        self._slack_blocks = sector_slack_blocks(self._model.config)
-        defaults = generation_config if generation_config is not None else self._model.generation_config
+        self._model = require_supported_model(model)
+        defaults = self._model.generation_config if generation_config is None else generation_config
         self._decoding = resolve_decoding(self._config, defaults, self._model.config.vocab_size)
+        self._slot = EngineSlot(self._model, self._config)
 
-        self._engine: PagedEngine | None = None
         self._pending: list[PromptGroup] = []
         self._num_requests = 0
         self._num_steps = 0
@@ -59,13 +58,10 @@ class SyncCBDriver:
         self._partial_completions: dict[str, Completion] = {}
         self._is_driving = False
         self._is_closed = False
-        if self._config.num_blocks is not None:
-            self._engine = self._build_engine(self._config.num_blocks)
 
     @property
     def resolved(self) -> dict[str, Any]:
-        """Settings as they run, as plain JSON values; the cache's appear once it is built (see `CBSyncConfig.num_blocks`)."""
-        engine = self._engine.resolved if self._engine is not None else {}
+        """Settings as they run, as plain JSON values; those of the cache are there once it is built."""
         return {
             "transformers": transformers.__version__,
             "model_class": type(self._model).__name__,
@@ -76,17 +72,17 @@ class SyncCBDriver:
             "max_new_tokens": self._decoding.max_new_tokens,
             "eos_token_ids": list(self._decoding.eos_token_ids),
             "pad_token_id": self._decoding.pad_token_id,
-            "is_cache_growing": self._config.num_blocks is None,
-        } | engine
+            "has_growing_cache": self._config.num_blocks is None,
+        } | self._slot.resolved
 
     @property
     def steps(self) -> list[StepInfo]:
-        """Records of the last (or running) drive's steps; each counts one, whether it prefills, decodes or does both."""
+        """Records of the last (or running) drive; every step counts one, whether it prefills, decodes or does both."""
         return self._steps
 
     @property
     def partial_completions(self) -> dict[str, Completion]:
-        """After an error or an interrupt in a drive: all of its requests, the unfinished ones failed, their tokens kept."""
+        """After an error or interrupt in a drive: all its requests, the unfinished failed with their tokens kept."""
         return self._partial_completions
 
     def warmup(self) -> None:
@@ -102,18 +98,20 @@ class SyncCBDriver:
     ) -> list[str]:
         """Queue prompts for the next drive; returns their request ids, the generations of a prompt side by side.
 
-        `max_new_tokens` is one limit or one per prompt. Raises `ValueError`, naming the prompt, for anything that cannot
-        be served; nothing is queued then.
+        `max_new_tokens` is one limit or one per prompt. Raises `ValueError`, naming the prompt, for anything that
+        cannot be served; nothing is queued then.
         """
         self._check_usable("add_requests")
         if type(num_generations) is not int or num_generations < 1:
             raise ValueError(f"num_generations={num_generations!r} must be an int of at least 1.")
-        new_limits = resolve_max_new_tokens(max_new_tokens, self._decoding.max_new_tokens, len(prompt_ids_list))
+        new_tokens = resolve_max_new_tokens(
+            max_new_tokens, self._decoding.max_new_tokens, len(prompt_ids_list)
+        )
         limits = self._request_limits()
         prompts = [check_prompt(i, ids, limits.vocab_size) for i, ids in enumerate(prompt_ids_list)]
-        for index, (prompt, new) in enumerate(zip(prompts, new_limits, strict=True)):
+        for index, (prompt, new) in enumerate(zip(prompts, new_tokens, strict=True)):
             check_length(index, len(prompt), new, limits)
-        groups = [self._new_group(p, new, num_generations) for p, new in zip(prompts, new_limits, strict=True)]
+        groups = [self._new_group(p, n, num_generations) for p, n in zip(prompts, new_tokens, strict=True)]
         self._pending += groups
         return [request_id for group in groups for request_id in group.request_ids]
 
@@ -134,20 +132,19 @@ class SyncCBDriver:
             with self._driving():
                 return self._drive(groups, book)
         except BaseException as error:
-            unfinished = self._engine.partial_completions() if self._engine is not None else {}
+            unfinished = self._slot.partial_completions()
             self._partial_completions = book.completions(unfinished, f"{type(error).__name__}: {error}")
             raise
         finally:
-            if self._engine is not None:
-                self._engine.reset()
+            self._slot.reset()
 
     def close(self) -> None:
-        """Free the cache; the model is already as it was. Safe to call twice; any other use afterwards is an `EngineError`."""
+        """Free the cache. Safe to call twice; any other use of the driver afterwards is an `EngineError`."""
         if self._is_driving:
             raise EngineError("close() was called inside a drive: leave drive_until_empty first.")
         self._is_closed = True
         self._pending = []
-        self._drop_engine()
+        self._slot.drop()
 
     def __enter__(self) -> SyncCBDriver:
         return self
@@ -158,7 +155,7 @@ class SyncCBDriver:
         self.close()
 
     def _drive(self, groups: list[PromptGroup], book: RequestBook) -> dict[str, Completion]:
-        engine = self._prepare_engine(groups)
+        engine = self._slot.prepare(groups)
         for group in groups:
             engine.submit(group)
         start_s = time.perf_counter()
@@ -168,7 +165,7 @@ class SyncCBDriver:
             book.mark_tokens(step.token_request_ids, end_s)
             for output in step.outputs:
                 book.finish(output.request_id, output.completion_ids, output.error, end_s)
-            self._report_step(_step_info(step, engine, start_s, end_s))
+            self._report_step(_step_info(step, start_s, end_s))
             start_s = time.perf_counter()
         return book.completions(engine.partial_completions(), "transformers' scheduler lost the request")
 
@@ -179,39 +176,6 @@ class SyncCBDriver:
         if self._config.on_step is not None:
             self._config.on_step(index, info)
 
-    def _prepare_engine(self, groups: list[PromptGroup]) -> PagedEngine:
-        """The engine for a round, rebuilt larger when its size was left open and the round needs more."""
-        needed = count_blocks_needed(groups, self._config.page_size, self._slack_blocks)
-        engine = self._engine
-        if engine is None or (self._config.num_blocks is None and engine.num_blocks < needed):
-            self._drop_engine()
-            engine = self._engine = self._build_engine(needed)
-        engine.set_safety_margin(choose_safety_margin(needed, engine.num_blocks))
-        return engine
-
-    def _build_engine(self, num_blocks: int) -> PagedEngine:
-        from cbexp.engine.cb_internals import EngineSettings
-        from cbexp.engine.paged_engine import PagedEngine
-
-        config = self._config
-        # A request that decodes has a page of its own, so no more of them than blocks are ever active.
-        max_requests = min(config.max_requests_per_batch or num_blocks, config.max_batch_tokens)
-        settings = EngineSettings(
-            page_size=config.page_size,
-            num_blocks=num_blocks,
-            max_batch_tokens=config.max_batch_tokens,
-            max_requests_per_batch=max_requests,
-            allow_block_sharing=config.allow_block_sharing,
-            scheduler=config.scheduler,
-        )
-        with torch.inference_mode(False), torch.no_grad():
-            return PagedEngine(self._model, settings)
-
-    def _drop_engine(self) -> None:
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            engine.close()
-
     @contextmanager
     def _driving(self) -> Iterator[None]:
         self._is_driving = True
@@ -221,7 +185,9 @@ class SyncCBDriver:
         finally:
             self._is_driving = False
 
-    def _new_group(self, prompt_ids: tuple[int, ...], max_new_tokens: int, num_generations: int) -> PromptGroup:
+    def _new_group(
+        self, prompt_ids: tuple[int, ...], max_new_tokens: int, num_generations: int
+    ) -> PromptGroup:
         first = self._num_requests
         self._num_requests += num_generations
         return PromptGroup(
@@ -233,11 +199,10 @@ class SyncCBDriver:
         )
 
     def _request_limits(self) -> RequestLimits:
-        has_fixed_cache = self._engine is not None and self._config.num_blocks is not None
         return RequestLimits(
             vocab_size=self._model.config.vocab_size,
             max_positions=getattr(self._model.config, "max_position_embeddings", None),
-            max_stored_tokens=self._engine.max_request_tokens if has_fixed_cache else None,
+            max_stored_tokens=self._slot.max_stored_tokens,
         )
 
     def _check_usable(self, method: str) -> None:
@@ -247,7 +212,7 @@ class SyncCBDriver:
             raise EngineError(f"{method}() was called inside a drive: leave drive_until_empty first.")
 
 
-def _step_info(step: EngineStep, engine: PagedEngine, start_s: float, end_s: float) -> StepInfo:
+def _step_info(step: EngineStep, start_s: float, end_s: float) -> StepInfo:
     return StepInfo(
         kind=step.kind,
         num_steps=1,
@@ -257,7 +222,7 @@ def _step_info(step: EngineStep, engine: PagedEngine, start_s: float, end_s: flo
         bucket=None,
         start_s=start_s,
         end_s=end_s,
-        num_waiting=engine.num_waiting,
+        num_waiting=step.num_waiting,
         num_finished=len(step.outputs),
-        cache_used_fraction=engine.cache_used_fraction,
+        cache_used_fraction=step.cache_used_fraction,
     )

@@ -34,7 +34,9 @@ def _unwrap_peft(model: Any) -> Any:
     if not hasattr(model, "peft_config") or not hasattr(model, "get_base_model"):
         return model
     if any(getattr(config, "is_prompt_learning", False) for config in model.peft_config.values()):
-        raise _unsupported(model, "prompt-learning adapters change the inputs; LoRA and its kin are supported")
+        raise _unsupported(
+            model, "prompt-learning adapters change the inputs; LoRA and its kin are supported"
+        )
     return model.get_base_model()
 
 

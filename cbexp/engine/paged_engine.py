@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
 
 from cbexp.engine.cb_internals import (
+    ContinuousBatchingIOs,
     EngineSettings,
     FutureRequestState,
     build_processor,
     build_request_state,
     child_id,
     describe_processor,
+    generated_ids,
     infer_max_single_request_tokens,
 )
 from cbexp.engine.request_book import PromptGroup
@@ -34,13 +36,15 @@ class EngineOutput:
 
 @dataclass(frozen=True)
 class EngineStep:
-    """One batch that has run: who was in it, who got a token, who ended."""
+    """One batch that has run: who was in it, who got a token, who ended; cache use while it ran, in [0, 1]."""
 
     kind: StepKind
     num_tokens: int
     request_ids: tuple[str, ...]
     token_request_ids: tuple[str, ...]
     outputs: tuple[EngineOutput, ...]
+    num_waiting: int
+    cache_used_fraction: float
 
 
 class PagedEngine:
@@ -55,16 +59,13 @@ class PagedEngine:
         self._processor = build_processor(model, settings)
         self._cache = self._processor.cache
         self._scheduler = self._processor.scheduler
+        # One set of buffers, since the processor is built without async batching.
+        self._inputs = cast(ContinuousBatchingIOs, self._processor.inputs_and_outputs)
         self._outputs = self._processor.output_router.output_queue
         self._caller_ids: dict[str, str] = {}
         self.num_blocks = int(self._cache.num_blocks)
         self.max_request_tokens = infer_max_single_request_tokens(self._cache)
         self.resolved: dict[str, Any] = describe_processor(self._processor)
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests that the scheduler has not admitted yet, evicted ones among them."""
-        return len(self._scheduler.waiting_requests)
 
     @property
     def cache_used_fraction(self) -> float:
@@ -91,6 +92,7 @@ class PagedEngine:
     def set_safety_margin(self, margin: float) -> None:
         """Share of the cache, in [0, 1], to keep free of new prompts so that admitted requests can grow."""
         self._scheduler.safety_margin = margin
+        self.resolved["safety_margin"] = margin
 
     def submit(self, group: PromptGroup) -> None:
         """Queue a prompt; its generations beyond the first are forked from it once its prompt is in the cache."""
@@ -105,36 +107,36 @@ class PagedEngine:
 
     def step(self, model: PreTrainedModel) -> EngineStep | None:
         """Schedule, run and account for one batch; None when the scheduler has nothing to run. Waits for the device."""
-        inputs = self._processor.inputs_and_outputs
         with self._on_compute_stream():
             if not self._processor.prepare_next_batch():
                 return None
-            batch: list[FutureRequestState] = list(inputs.requests_in_batch)
-            kind = _step_kind(batch)
+            batch: list[FutureRequestState] = list(self._inputs.requests_in_batch)
+            kind, used_fraction = _step_kind(batch), self.cache_used_fraction
             # A parent keeps its last prompt token for its forks. After a prefix match, or with a one-token prompt, that
             # leaves it nothing to run; a batch of such parents has no forward.
-            if inputs.num_q_tokens > 0:
+            if self._inputs.num_q_tokens > 0:
                 self._processor._generation_step(model)
             self._processor.update_batch()
         return EngineStep(
             kind=kind,
-            num_tokens=inputs.num_q_tokens,
+            num_tokens=self._inputs.num_q_tokens,
             request_ids=self._to_caller_ids(batch),
             token_request_ids=self._to_caller_ids(future for future in batch if future.has_new_token),
             outputs=tuple(
-                EngineOutput(self._caller_ids[output.request_id], tuple(output.generated_tokens), output.error)
+                EngineOutput(
+                    self._caller_ids[output.request_id], tuple(output.generated_tokens), output.error
+                )
                 for output in self._take_outputs()
             ),
+            num_waiting=len(self._scheduler.waiting_requests),
+            cache_used_fraction=used_fraction,
         )
 
     def partial_completions(self) -> dict[str, tuple[int, ...]]:
         """Request id -> tokens so far, of every request that is queued, running, or in the batch of the last step."""
-        in_batch = [future.state for future in self._processor.inputs_and_outputs.requests_in_batch]
+        in_batch = [future.state for future in self._inputs.requests_in_batch]
         queued = [*self._scheduler.active_requests.values(), *self._scheduler.waiting_requests.values()]
-        return {
-            self._caller_ids[state.request_id]: tuple(state.to_generation_output().generated_tokens)
-            for state in [*in_batch, *queued]
-        }
+        return {self._caller_ids[state.request_id]: generated_ids(state) for state in [*in_batch, *queued]}
 
     def reset(self) -> None:
         """Forget every request and free every block, whatever an interrupted step has left behind.
@@ -144,7 +146,7 @@ class PagedEngine:
         self._wait_for_device()
         self._take_outputs()
         self._caller_ids.clear()
-        self._processor.inputs_and_outputs.requests_in_batch = []
+        self._inputs.requests_in_batch = []
         self._processor.offloading_manager.reset()
         self._scheduler.reset()
         for allocator in self._cache.cache_allocators.values():
@@ -155,7 +157,7 @@ class PagedEngine:
     def close(self) -> None:
         """Give the cache's memory back to the device. The engine is unusable afterwards."""
         self._wait_for_device()
-        del self._processor, self._scheduler, self._cache
+        del self._processor, self._scheduler, self._cache, self._inputs
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -171,7 +173,7 @@ class PagedEngine:
 
         Upstream writes a batch's inputs on the current stream and reads them on its own with no event between the two.
         """
-        stream = self._processor.inputs_and_outputs.compute_stream
+        stream = self._inputs.compute_stream
         if stream is None:
             yield
             return
@@ -184,7 +186,7 @@ class PagedEngine:
             callers_stream.wait_stream(stream)
 
     def _wait_for_device(self) -> None:
-        stream = self._processor.inputs_and_outputs.compute_stream
+        stream = self._inputs.compute_stream
         if stream is not None:
             stream.synchronize()
 

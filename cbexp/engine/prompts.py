@@ -15,7 +15,7 @@ class RequestLimits:
     max_stored_tokens: int | None
 
 
-def check_prompt(index: int, prompt_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
+def check_prompt(index: int, prompt_ids: object, vocab_size: int) -> tuple[int, ...]:
     """The prompt as a tuple; `ValueError` naming its index unless it is a non-empty sequence of valid token ids."""
     if isinstance(prompt_ids, str) or not isinstance(prompt_ids, Iterable):
         raise ValueError(f"prompts[{index}] is not a sequence of token ids: {prompt_ids!r}.")
@@ -38,18 +38,20 @@ def check_prompt(index: int, prompt_ids: Sequence[int], vocab_size: int) -> tupl
 def resolve_max_new_tokens(
     asked: int | Sequence[int] | None, default: int | None, num_prompts: int
 ) -> list[int]:
-    """The limit of each prompt: `asked` (one for all, or one each), else `default`; `ValueError` when neither is set."""
-    if asked is None and default is None:
+    """The limit of each prompt: `asked` (one for all or one each), else `default`; `ValueError` when neither is set."""
+    wanted = default if asked is None else asked
+    if wanted is None:
         raise ValueError(
             "max_new_tokens is set nowhere: pass it to add_requests, in CBSyncConfig or in the generation config."
         )
-    asked = default if asked is None else asked
-    limits = [asked] * num_prompts if isinstance(asked, int) else list(asked)
+    limits = [wanted] * num_prompts if isinstance(wanted, int) else list(wanted)
     if len(limits) != num_prompts:
         raise ValueError(f"max_new_tokens has {len(limits)} values for {num_prompts} prompts.")
     for index, limit in enumerate(limits):
         if type(limit) is not int or limit < 1:
-            raise ValueError(f"max_new_tokens of prompts[{index}] is {limit!r}: it must be an int of at least 1.")
+            raise ValueError(
+                f"max_new_tokens of prompts[{index}] is {limit!r}: it must be an int of at least 1."
+            )
     return limits
 
 
@@ -65,6 +67,6 @@ def check_length(index: int, prompt_length: int, max_new_tokens: int, limits: Re
     # The last token is returned and never stored.
     if limits.max_stored_tokens is not None and total - 1 > limits.max_stored_tokens:
         raise ValueError(
-            f"{wanted} = {total} can never fit the cache, which holds {limits.max_stored_tokens} tokens of one request: "
-            "raise num_blocks."
+            f"{wanted} = {total} can never fit the cache, "
+            f"which holds {limits.max_stored_tokens} tokens of one request: raise num_blocks."
         )

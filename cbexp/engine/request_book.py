@@ -1,4 +1,4 @@
-"""The driver's own record of each request of a drive: times, tokens, outcome, whatever the engine forgets on the way."""
+"""The driver's own record of a drive's requests: times, tokens, outcome, whatever the engine forgets on the way."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ class RequestBook:
         for request_id in request_ids:
             self._first_token_s.setdefault(request_id, time_s)
 
-    def finish(self, request_id: str, completion_ids: tuple[int, ...], error: str | None, time_s: float) -> None:
+    def finish(
+        self, request_id: str, completion_ids: tuple[int, ...], error: str | None, time_s: float
+    ) -> None:
         """Record a request that ended by itself, or that the engine failed with `error`."""
         last_is_eos = bool(completion_ids) and completion_ids[-1] in self._groups[request_id].eos_token_ids
         reason: FinishReason = "failed" if error is not None else "eos" if last_is_eos else "length"

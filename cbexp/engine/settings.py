@@ -25,10 +25,16 @@ class DecodingSettings:
 
 def check_config(config: CBSyncConfig) -> None:
     """Raise `EngineError` for what this driver does not do yet, `ValueError` for a value that makes no sense."""
-    not_yet = {"compile_mode": config.compile_mode, "cuda_graph": config.cuda_graph, "do_sample": config.do_sample}
+    not_yet = {
+        "compile_mode": config.compile_mode,
+        "cuda_graph": config.cuda_graph,
+        "do_sample": config.do_sample,
+    }
     for name, value in not_yet.items():
         if value:
-            raise EngineError(f"{name}={value!r} is not available yet: this driver decodes eagerly and greedily.")
+            raise EngineError(
+                f"{name}={value!r} is not available yet: this driver decodes eagerly and greedily."
+            )
     for name, minimum in (("page_size", MIN_PAGE_SIZE), ("max_batch_tokens", 1)):
         _check_at_least(name, getattr(config, name), minimum)
     for name in ("num_blocks", "max_requests_per_batch", "max_new_tokens"):

@@ -1,4 +1,4 @@
-"""What the engine takes and gives: its configuration, completions, step records, and the surface that every driver shares."""
+"""What the engine takes and gives: configuration, completions, step records, and the surface that drivers share."""
 
 from __future__ import annotations
 
@@ -86,6 +86,7 @@ class StepInfo:
 
     @property
     def duration_s(self) -> float:
+        """Host seconds of this step or burst."""
         return self.end_s - self.start_s
 
 
@@ -98,7 +99,7 @@ class CBSyncConfig:
 
     `max_new_tokens` is overridden by a request's own. `eos_token_id`: one id or several; an empty sequence ignores EOS.
     `pad_token_id` is recorded only, since no batch is padded yet. `page_size` and `max_batch_tokens` are in tokens.
-    `num_blocks` None sizes the cache for the largest round so far: a round that needs more rebuilds it before it starts.
+    `num_blocks` None sizes the cache for the largest round so far: one that needs more rebuilds it before it starts.
     `max_requests_per_batch` None serves every active request in each step (within `max_batch_tokens`).
     """
 
@@ -142,12 +143,10 @@ class RolloutDriver(Protocol):
         max_new_tokens: int | Sequence[int] | None = None,
         num_generations: int = 1,
     ) -> list[str]:
-        """Queue prompts; returns len(prompts) x num_generations request ids, the generations of a prompt side by side."""
+        """Queue prompts; returns num_generations request ids for each, the generations of a prompt side by side."""
 
     def drive_until_empty(self) -> dict[str, Completion]:
         """Run until every queued request has ended; request id -> completion in submission order, every id present."""
 
     def close(self) -> None:
         """Release cache and graphs and give the model back as it was. Safe to call twice."""
-
-
