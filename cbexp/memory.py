@@ -146,11 +146,13 @@ def estimate_cache_cost(
     """Return what a paged cache costs, by the terms of transformers' own sizing (`PagedAttentionMemoryHandler`).
 
     A step gathers one layer's keys and values; with `is_masked` attention (sdpa, eager) it repeats them for every query
-    head and builds a mask of batch tokens x (cached + batch tokens), one for each kind of layer.
+    head and builds a mask of batch tokens x (cached + batch tokens), one for each kind of layer. In a model with both
+    kinds of layers, memory given to the rarer kind alone would hold more tokens than it does for both.
     """
     layout = describe_cache_layout(architecture)
     num_heads, item = architecture.num_attention_heads, dtype.itemsize
-    num_kinds = (layout.num_full_layers > 0) + (layout.num_sliding_layers > 0)
+    layer_counts = [count for count in (layout.num_full_layers, layout.num_sliding_layers) if count > 0]
+    readable_per_token = layout.num_layers / min(layer_counts)
     num_masks = (2 if layout.num_sliding_layers else 1) if is_masked else 0
     gathered_heads = 2 * num_heads + layout.num_kv_heads if is_masked else 2 * layout.num_kv_heads
     head_bytes = layout.head_dim * item
@@ -161,12 +163,10 @@ def estimate_cache_cost(
     logits_bytes = max_requests_per_batch * (
         architecture.hidden_size * item + architecture.vocab_size * LOGIT_BYTES
     )
+    read_bytes = gathered_heads * head_bytes + len(layer_counts) * INDEX_BYTES + mask_row_bytes
     return CacheCost(
         fixed_bytes=max_batch_tokens * (states_bytes + mask_row_bytes) + logits_bytes,
-        bytes_per_token=kv_bytes_per_token(architecture, dtype)
-        + gathered_heads * head_bytes
-        + num_kinds * INDEX_BYTES
-        + mask_row_bytes,
+        bytes_per_token=kv_bytes_per_token(architecture, dtype) + math.ceil(readable_per_token * read_bytes),
     )
 
 

@@ -1,0 +1,199 @@
+"""Bytes and tokens, with worked numbers."""
+
+from __future__ import annotations
+
+import math
+
+import psutil
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching.cache import PagedAttentionMemoryHandler
+
+from cbexp.errors import MemoryBudgetError
+from cbexp.memory import (
+    CacheCost,
+    cache_tokens_needed,
+    check_fits,
+    describe_cache_layout,
+    estimate_cache_cost,
+    format_gib,
+    free_memory_bytes,
+    kv_bytes_per_token,
+    measure_weights,
+    request_blocks_needed,
+)
+
+QWEN3_4B = AutoConfig.for_model(
+    "qwen3",
+    vocab_size=151936,
+    hidden_size=2560,
+    intermediate_size=9728,
+    num_hidden_layers=36,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    tie_word_embeddings=True,
+)
+GEMMA2 = AutoConfig.for_model("gemma2", num_hidden_layers=4, sliding_window=64)
+MISTRAL = AutoConfig.for_model("mistral", num_hidden_layers=4, sliding_window=64)
+GIB = 1024**3
+
+
+def test_weights_of_a_4b_model():
+    """By hand: embedding 151,936 x 2,560; a layer 2 x 4,096 x 2,560 + 2 x 1,024 x 2,560 + 3 x 9,728 x 2,560 + norms."""
+    layer = 2 * 4096 * 2560 + 2 * 1024 * 2560 + 3 * 9728 * 2560 + 2 * 128 + 2 * 2560
+    num_parameters = 151936 * 2560 + 36 * layer + 2560
+    size = measure_weights(QWEN3_4B, torch.bfloat16)
+    assert size.num_parameters == num_parameters == 4_022_468_096
+    assert size.num_bytes == 2 * num_parameters
+    assert measure_weights(QWEN3_4B, torch.float32).num_bytes == 4 * num_parameters
+
+
+def test_untied_weights_count_twice():
+    values = {"vocab_size": 100, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    tied, untied = (
+        measure_weights(AutoConfig.for_model("qwen3", tie_word_embeddings=is_tied, **values), torch.float32)
+        for is_tied in (True, False)
+    )
+    assert untied.num_parameters - tied.num_parameters == 100 * 16
+
+
+def test_measuring_leaves_the_architecture_alone():
+    before = QWEN3_4B.to_dict()
+    measure_weights(QWEN3_4B, torch.float16)
+    assert QWEN3_4B.to_dict() == before
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "expected"),
+    [
+        (QWEN3_4B, torch.bfloat16, 2 * 36 * 8 * 128 * 2),
+        (QWEN3_4B, torch.float32, 2 * 36 * 8 * 128 * 4),
+        (AutoConfig.for_model("gpt2"), torch.float32, 2 * 12 * 12 * 64 * 4),
+    ],
+)
+def test_kv_bytes_per_token(architecture, dtype, expected):
+    assert kv_bytes_per_token(architecture, dtype) == expected
+
+
+def test_kv_bytes_are_what_a_real_cache_takes():
+    config = AutoConfig.for_model(
+        "llama",
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        cache = model(torch.arange(10)[None], use_cache=True).past_key_values
+    stored = sum(t.numel() * t.element_size() for layer in cache.layers for t in (layer.keys, layer.values))
+    assert kv_bytes_per_token(config, torch.float32) * 10 == stored
+
+
+def test_layouts_tell_sliding_layers_apart():
+    assert describe_cache_layout(QWEN3_4B).num_sliding_layers == 0
+    assert describe_cache_layout(QWEN3_4B).sliding_window is None
+    gemma = describe_cache_layout(GEMMA2)
+    assert (gemma.num_full_layers, gemma.num_sliding_layers, gemma.sliding_window) == (2, 2, 64)
+    mistral = describe_cache_layout(MISTRAL)
+    assert (mistral.num_full_layers, mistral.num_sliding_layers) == (0, 4)
+
+
+def test_each_request_takes_whole_pages():
+    """100 + 28 = 128 tokens are 4 pages of 32, 101 + 28 = 129 are 5; three generations of each: 27 pages."""
+    assert cache_tokens_needed([100, 101], 28, 3, 32) == 27 * 32
+    assert cache_tokens_needed([1], 1, 1, 256) == 256
+
+
+@pytest.mark.parametrize(
+    ("architecture", "num_tokens", "expected"),
+    [
+        (QWEN3_4B, 128, 4),
+        (QWEN3_4B, 129, 5),
+        (MISTRAL, 1000, 2),  # a ring of 64 tokens
+        (GEMMA2, 32, 1),
+        (GEMMA2, 128, 3),  # two layers of 4 pages and two of 2: 12 pages, 4 a block
+    ],
+)
+def test_blocks_of_one_request(architecture, num_tokens, expected):
+    assert request_blocks_needed(describe_cache_layout(architecture), num_tokens, 32) == expected
+
+
+def test_tokens_within_a_budget():
+    cost = CacheCost(fixed_bytes=1000, bytes_per_token=10)
+    assert cost.total_bytes(5) == 1050
+    assert cost.tokens_within(1059) == 5
+    assert cost.tokens_within(999) == 0
+
+
+def test_cache_cost_counts_masks_only_for_masked_attention():
+    """Per cached token: 147,456 bytes of keys and values, one layer's gathered heads, an index, a mask column."""
+    masked = estimate_cache_cost(QWEN3_4B, torch.bfloat16, 1000, 32, is_masked=True)
+    flash = estimate_cache_cost(QWEN3_4B, torch.bfloat16, 1000, 32, is_masked=False)
+    assert flash.bytes_per_token == 147_456 + 2 * 8 * 128 * 2 + 8
+    assert masked.bytes_per_token == 147_456 + (2 * 32 + 8) * 128 * 2 + 8 + 1000 * 2
+    assert masked.fixed_bytes - flash.fixed_bytes == 1000 * ((2 * 32 + 8 - 2 * 8) * 128 * 2 + 1000 * 2)
+
+
+@pytest.mark.parametrize("is_masked", [True, False])
+@pytest.mark.parametrize("counts", [(4, 0), (2, 2), (1, 3), (0, 4)], ids=str)
+def test_automatic_sizes_pass_upstreams_own_check(counts, is_masked):
+    """Transformers refuses a cache beyond 0.9 of the free memory by its own formula; cbexp stays below 0.8 by default."""
+    num_full, num_sliding = counts
+    config = AutoConfig.for_model(
+        "gemma2",
+        layer_types=["full_attention"] * num_full + ["sliding_attention"] * num_sliding,
+        num_hidden_layers=4,
+    )
+    config._attn_implementation = "paged|eager" if is_masked else "flash_attention_2"
+    page_bytes = 2 * config.num_key_value_heads * config.head_dim * 2 * 256
+    layer_counts = [count for count in counts if count]
+    sector_layers = math.lcm(*layer_counts)
+    handler = PagedAttentionMemoryHandler(
+        config=config,
+        cb_config=ContinuousBatchingConfig(
+            max_batch_tokens=512, max_requests_per_batch=16, max_memory_percent=0.9, max_blocks_per_request=0
+        ),
+        dtype=torch.bfloat16,
+        bytes_per_sector=sector_layers * page_bytes,
+        tokens_per_sector=256 * max(sector_layers // count for count in layer_counts),
+        bytes_per_block=4 * page_bytes,
+        attn_types=[
+            name for name, count in zip(("full_attention", "sliding_attention"), counts, strict=True) if count
+        ],
+        model_supports_logits_to_keep=True,
+    )
+    cost = estimate_cache_cost(config, torch.bfloat16, 512, 16, is_masked=is_masked)
+    num_blocks = 120
+    upstream_bytes = handler.compute_memory_footprint(512, num_blocks * 4 // sector_layers)
+    assert 0.8 * upstream_bytes <= cost.total_bytes(num_blocks * 256) * 0.9
+    assert cost.total_bytes(num_blocks * 256) < 1.1 * upstream_bytes
+
+
+def test_free_memory_of_a_cpu_is_the_available_ram():
+    assert free_memory_bytes(torch.device("cpu")) == pytest.approx(psutil.virtual_memory().available, rel=0.2)
+
+
+def test_free_memory_of_a_gpu_counts_what_pytorch_holds_unused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 15 * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 10 * GIB)
+    assert free_memory_bytes(torch.device("cuda", 0)) == 65 * GIB
+
+
+def test_what_does_not_fit_is_refused_with_the_numbers():
+    device = torch.device("cuda", 0)
+    check_fits(6 * GIB, 2 * GIB, 8 * GIB, device, "nothing")
+    message = r"cuda:0 has 8.00 GiB free, and 9.00 GiB are asked for: weights 6.00 GiB, .* 3.00 GiB. Lower cache"
+    with pytest.raises(MemoryBudgetError, match=message):
+        check_fits(6 * GIB, 3 * GIB, 8 * GIB, device, "cache.num_tokens")
+
+
+def test_sizes_are_readable():
+    assert format_gib(1.5 * GIB) == "1.50 GiB"
+    assert format_gib(300 * 1024**2) == "300.0 MiB"
