@@ -48,7 +48,10 @@ DATASET_KINDS = tuple(DATASET_FIELDS_BY_KIND)
 
 @dataclass
 class ModelConfig:
-    """What generates. `architecture` holds transformers' own config values and serves `init=random` alone."""
+    """What generates. `architecture` holds transformers' own config values and serves `init=random` alone.
+
+    `num_threads`: threads of one operation on a CPU; None takes PyTorch's default, a thread a core.
+    """
 
     name: str = "hf"
     name_or_path: str | None = None
@@ -58,6 +61,7 @@ class ModelConfig:
     device: str = "auto"
     attn_implementation: str = "auto"
     trust_remote_code: bool = False
+    num_threads: int | None = None
     default_max_new_tokens: int = 512
     architecture: dict[str, Any] = field(default_factory=dict)
 
@@ -65,6 +69,7 @@ class ModelConfig:
         check_choice("model.init", self.init, INITS)
         check_choice("model.dtype", self.dtype, DTYPES)
         check_at_least("model.default_max_new_tokens", self.default_max_new_tokens, 1)
+        check_at_least("model.num_threads", self.num_threads, 1)
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ConfigError(
                 f"model.device={self.device} is not a device. Allowed: auto, cpu, cuda, cuda:INDEX."

@@ -20,6 +20,7 @@ import cbexp
 from cbexp.metrics import MemoryUse
 
 GIB = 2**30
+DEFAULT_NUM_THREADS = torch.get_num_threads()
 SUBPROCESS_TIMEOUT_S = 10
 PACKAGES = ("cbexp", "torch", "transformers", "peft", "datasets", "hydra-core", "triton", "wandb", "numpy")
 # Only these: others may hold keys and tokens.
@@ -46,6 +47,11 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def limit_threads(num_threads: int | None) -> None:
+    """Set the threads of one CPU operation; None is PyTorch's default. It is a setting of the process: each job sets its own."""
+    torch.set_num_threads(DEFAULT_NUM_THREADS if num_threads is None else num_threads)
+
+
 def collect_environment() -> dict[str, Any]:
     """The content of environment.json: plain JSON values; None where something is not there or not known."""
     return {
@@ -53,7 +59,7 @@ def collect_environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: _version_of(name) for name in PACKAGES},
         "source": describe_source(Path(cbexp.__file__).parents[1]),
-        "cpu": _describe_cpu(),
+        "cpu": _describe_cpu() | {"num_threads": torch.get_num_threads()},
         "cuda": _describe_cuda() if torch.cuda.is_available() else None,
         "variables": {name: os.environ[name] for name in ENVIRONMENT_VARIABLES if name in os.environ},
     }

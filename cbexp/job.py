@@ -1,0 +1,188 @@
+"""One job's work: load, build, warm up, run the timed rounds, and write down every round before the next one starts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any, TypeVar
+
+from transformers import PreTrainedTokenizerBase
+
+from cbexp import metrics
+from cbexp.artifacts import RunDirectory
+from cbexp.config import ExperimentConfig
+from cbexp.dataset import PromptSet, load_prompts
+from cbexp.display import ProgressDisplay
+from cbexp.engine.types import RolloutDriver, StepInfo
+from cbexp.environment import measure_memory, reset_peak_memory
+from cbexp.errors import RequestsFailedError
+from cbexp.factory import RunPlan, build_driver, resolve_stop_ids
+from cbexp.metrics import RequestRecord, RoundRecord, RunFacts
+from cbexp.model import LoadedModel, load_model, load_tokenizer
+from cbexp.rounds import RoundResult, RoundRunner, describe_failures
+from cbexp.tracking import Tracker
+
+T = TypeVar("T")
+
+
+class Job:
+    """Runs one configuration and keeps what the summary needs. Use as a context manager: leaving it closes the driver.
+
+    `durations_s` has the seconds of loading and warming up, which no round's clock includes.
+    """
+
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        plan: RunPlan,
+        directory: RunDirectory,
+        tracker: Tracker,
+        display: ProgressDisplay,
+    ) -> None:
+        self._config = config
+        self._plan = plan
+        self._directory = directory
+        self._tracker = tracker
+        self._display = display
+        self._resources = ExitStack()
+        self._runner: RoundRunner | None = None
+        self._rounds: list[RoundRecord] = []
+        self._requests: list[RequestRecord] = []
+        self._last_completions: Sequence[dict[str, Any]] = []
+        self.durations_s: dict[str, float] = {}
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._runner = None
+        self._resources.close()
+
+    def run(self) -> dict[str, Any]:
+        """Do all of it; returns the summary. Rounds that have ended are on disk by then, whatever happens later.
+
+        Raises:
+            RequestsFailedError: a request failed or was lost, so that throughput would be of unequal work.
+        """
+        config = self._config
+        tokenizer = self._timed("load_tokenizer", lambda: self._load_tokenizer())
+        loaded = self._timed("load_model", lambda: load_model(config.model, config.adapter, config.seed))
+        prompts = self._timed(
+            "load_prompts", lambda: load_prompts(config.dataset, tokenizer, loaded.vocab_size, config.seed)
+        )
+        driver = self._build_driver(loaded, prompts, tokenizer)
+        self._runner = RoundRunner(driver, prompts, tokenizer, config.dataset.num_generations, loaded.device)
+        self._timed("warmup", driver.warmup)
+        for index in range(config.num_warmup_rounds + config.num_rounds):
+            self._run_round(index, loaded, driver)
+        self._write_engine(driver)
+        self._tracker.log_completions(self._last_completions)
+        return self._summarize(loaded, prompts, driver)
+
+    def save_interrupted_round(self) -> int:
+        """Write down what a round that was broken off had produced; returns its finished requests (0: none was running)."""
+        result = self._runner.collect_partial() if self._runner is not None else None
+        if result is None:
+            return 0
+        index = len(self._rounds)
+        requests = _summarize_requests(index, result)
+        self._directory.append_interrupted_round(requests, _completion_rows(index, result))
+        return sum(request.is_finished for request in requests)
+
+    def _load_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """Random token ids need no tokenizer, so that a synthetic run needs no files at all."""
+        if self._config.dataset.kind == "synthetic":
+            return None
+        return load_tokenizer(self._config.model)
+
+    def _build_driver(
+        self, loaded: LoadedModel, prompts: PromptSet, tokenizer: PreTrainedTokenizerBase | None
+    ) -> RolloutDriver:
+        eos_token_ids, pad_token_id = resolve_stop_ids(self._config, tokenizer, loaded)
+        self._display.print_stop_ids(eos_token_ids, pad_token_id)
+        driver = build_driver(
+            self._config, self._plan, loaded, prompts, eos_token_ids, pad_token_id, self._on_step
+        )
+        self._resources.callback(driver.close)
+        self._runner = RoundRunner(
+            driver, prompts, tokenizer, self._config.dataset.num_generations, loaded.device
+        )
+        self._write_engine(driver)
+        return driver
+
+    def _run_round(self, index: int, loaded: LoadedModel, driver: RolloutDriver) -> None:
+        assert self._runner is not None  # built just before; for the type checker
+        is_warmup = index < self._config.num_warmup_rounds
+        reset_peak_memory(loaded.device)
+        with self._display.showing_round(index, is_warmup, self._runner.num_requests):
+            result = self._runner.run()
+        requests = _summarize_requests(index, result)
+        record = metrics.summarize_round(
+            index, is_warmup, result.start_s, result.end_s, requests, driver.steps, measure_memory(loaded.device)
+        )
+        steps = metrics.summarize_step_records(index, result.start_s, driver.steps)
+        self._rounds.append(record)
+        self._requests += requests
+        rows = _completion_rows(index, result)
+        self._directory.append_round(record, requests, steps, rows)
+        self._tracker.log_round(record)
+        self._last_completions = rows
+        self._display.print_round(record)
+        failure = describe_failures(result)
+        if failure is not None:
+            raise RequestsFailedError(f"Round {index}: {failure}.")
+
+    def _on_step(self, step_index: int, info: StepInfo) -> None:
+        self._display.on_step(step_index, info)
+
+    def _write_engine(self, driver: RolloutDriver) -> None:
+        self._directory.write_engine({"plan": self._plan.to_dict(), "driver": driver.resolved})
+
+    def _summarize(self, loaded: LoadedModel, prompts: PromptSet, driver: RolloutDriver) -> dict[str, Any]:
+        config, sampling = self._config, self._config.sampling
+        resolved = driver.resolved
+        facts = RunFacts(
+            name=config.name,
+            model=config.model.name_or_path or config.model.name,
+            dataset=config.dataset.name,
+            backend=config.driver.name,
+            device=str(loaded.device),
+            dtype=str(loaded.dtype).removeprefix("torch."),
+            compile_mode=self._plan.compile_mode,
+            attn_impl=str(resolved["attn_implementation"]),
+            lora_adapter=loaded.lora_adapter,
+            num_prompts=len(prompts.prompt_ids),
+            num_generations=config.dataset.num_generations,
+            max_new_tokens=config.max_new_tokens,
+            is_fixed_length=sampling.ignore_eos,
+            workload_hash=metrics.workload_hash(
+                prompts.prompt_ids,
+                config.max_new_tokens,
+                {
+                    "do_sample": False,
+                    "eos_token_ids": list(resolved["eos_token_ids"]),
+                    "num_generations": config.dataset.num_generations,
+                },
+            ),
+        )
+        return metrics.summarize_run(
+            facts, self._rounds, self._requests, self.durations_s, None, self._plan.warnings
+        )
+
+    def _timed(self, name: str, work: Callable[[], T]) -> T:
+        start_s = time.perf_counter()
+        with self._display.showing_phase(name):
+            result = work()
+        self.durations_s[name] = time.perf_counter() - start_s
+        return result
+
+
+def _summarize_requests(index: int, result: RoundResult) -> list[RequestRecord]:
+    return metrics.summarize_requests(index, result.completions, result.request_ids, result.verdicts)
+
+
+def _completion_rows(index: int, result: RoundResult) -> Sequence[dict[str, Any]]:
+    return metrics.summarize_completions(
+        index, result.completions, result.request_ids, result.texts, result.verdicts
+    )
