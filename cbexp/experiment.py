@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -10,19 +12,19 @@ from typing import Any, Literal
 import torch
 
 from cbexp.artifacts import RunDirectory, check_writable
-from cbexp.artifacts import Status as RecordedStatus
 from cbexp.config import ExperimentConfig, SweepInfo, to_plain_dict
 from cbexp.display import ProgressDisplay
 from cbexp.engine.types import CacheMemoryError, EngineError
 from cbexp.environment import collect_environment, limit_threads, release_memory, seed_everything
 from cbexp.errors import CbexpError, ConfigError, MemoryBudgetError, NotApplicableError, ResultsError
-from cbexp.factory import build_plan, summarize_dry_run
+from cbexp.factory import RunPlan, build_plan, summarize_dry_run
 from cbexp.job import Job
+from cbexp.memory import format_gib
+from cbexp.plan import what_to_lower
 from cbexp.tracking import start_tracking
 
-Status = Literal[
-    "completed", "failed", "bad_config", "out_of_memory", "interrupted", "not_applicable", "dry_run"
-]
+BadEnd = Literal["failed", "out_of_memory", "interrupted", "not_applicable"]
+Status = Literal["completed", "dry_run", "bad_config"] | BadEnd
 MEMORY_ERRORS = (MemoryBudgetError, CacheMemoryError, torch.OutOfMemoryError)
 # Errors that are messages to the user; anything else is a bug, whose traceback goes to a file.
 EXPECTED_ERRORS = (CbexpError, EngineError, *MEMORY_ERRORS)
@@ -46,8 +48,8 @@ def run_experiment(
 ) -> RunOutcome:
     """Run one job and write its records to `run_dir`; shows progress and outcome on the terminal.
 
-    What ends a job badly is caught, recorded and returned. Only a run directory or a `stats_path` that cannot be written
-    raises: `ResultsError`, since there is no place to record it.
+    What ends a job badly is caught, recorded and returned. Only a run directory or a `stats_path` that cannot be
+    written raises: `ResultsError`, since there is no place to record it.
     """
     display = ProgressDisplay()
     if config.dry_run:
@@ -105,13 +107,28 @@ def _run_tracked(
     group = config.tracking.group or (sweep.group if sweep is not None else None)
     with start_tracking(config.tracking, name, group, to_plain_dict(config), directory.path) as tracker:
         display.print_line(tracker.description)
-        with Job(config, plan, directory, tracker, display) as job:
+        with Job(config, plan, directory, tracker, display) as job, _explaining_memory(plan):
             summary = _run_job(job, display)
+        summary["tracking"] = tracker.description
         summary["durations_s"]["total"] = time.perf_counter() - start_s
         summary["warnings"] += tracker.warnings
         tracker.log_summary(summary)
     directory.write_summary(summary, None if config.stats_path is None else Path(config.stats_path))
     return summary
+
+
+@contextmanager
+def _explaining_memory(plan: RunPlan) -> Iterator[None]:
+    """Turn PyTorch's out-of-memory error into one that says what was asked for and what to lower."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        cache = f"{plan.cache_tokens:,} tokens" if plan.cache_tokens is not None else "sized for the round"
+        raise MemoryBudgetError(
+            f"{plan.device} ran out of memory with {format_gib(plan.weights.num_bytes)} of weights, a cache {cache}, "
+            f"{plan.max_requests_per_batch} requests and {plan.max_batch_tokens} tokens a step. "
+            f"Lower {what_to_lower(plan)}. PyTorch says: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def _run_job(job: Job, display: ProgressDisplay) -> dict[str, Any]:
@@ -126,7 +143,7 @@ def _run_job(job: Job, display: ProgressDisplay) -> dict[str, Any]:
 
 
 def _end_badly(
-    directory: RunDirectory, status: RecordedStatus, error: BaseException, told_as: Status | None = None
+    directory: RunDirectory, status: BadEnd, error: BaseException, told_as: Status | None = None
 ) -> RunOutcome:
     """Record how the job ended. When even that fails, the first error is the one to tell."""
     message = str(error) or type(error).__name__

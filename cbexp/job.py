@@ -81,7 +81,7 @@ class Job:
         return self._summarize(loaded, prompts, driver)
 
     def save_interrupted_round(self) -> int:
-        """Write down what a round that was broken off had produced; returns its finished requests (0: none was running)."""
+        """Write down what a broken-off round had produced; returns how many of its requests had finished."""
         result = self._runner.collect_partial() if self._runner is not None else None
         if result is None:
             return 0
@@ -108,6 +108,7 @@ class Job:
         self._runner = RoundRunner(
             driver, prompts, tokenizer, self._config.dataset.num_generations, loaded.device
         )
+        self._display.print_cache(driver.resolved)
         self._write_engine(driver)
         return driver
 
@@ -119,7 +120,13 @@ class Job:
             result = self._runner.run()
         requests = _summarize_requests(index, result)
         record = metrics.summarize_round(
-            index, is_warmup, result.start_s, result.end_s, requests, driver.steps, measure_memory(loaded.device)
+            index,
+            is_warmup,
+            result.start_s,
+            result.end_s,
+            requests,
+            driver.steps,
+            measure_memory(loaded.device),
         )
         steps = metrics.summarize_step_records(index, result.start_s, driver.steps)
         self._rounds.append(record)

@@ -18,7 +18,7 @@ from cbexp.environment import synchronize
 class RoundResult:
     """A round as it came out. Times in seconds (perf_counter); `request_ids` in submission order.
 
-    `texts` and `verdicts` are parallel to `request_ids`: None where there is no tokenizer, no verifier or no completion.
+    `texts` and `verdicts` are parallel to `request_ids`: None without tokenizer, verifier or completion.
     """
 
     start_s: float
@@ -86,7 +86,7 @@ class RoundRunner:
     def _decode(self, completion: Completion | None) -> str | None:
         if self._tokenizer is None or completion is None:
             return None
-        return str(self._tokenizer.decode(completion.completion_ids, skip_special_tokens=True))
+        return str(self._tokenizer.decode(list(completion.completion_ids), skip_special_tokens=True))
 
     def _verify(self, index: int, completion: Completion | None, text: str | None) -> bool | None:
         """None means not judged: no verifier, or nothing whole to judge. A completion cut at its limit is judged."""
@@ -111,4 +111,6 @@ def describe_failures(result: RoundResult, limit: int = 3) -> str | None:
         return None
     shown: Sequence[str] = problems[:limit]
     more = f"; and {len(problems) - limit} more" if len(problems) > limit else ""
-    return f"{len(problems)} of {len(result.request_ids)} requests failed or were lost: {'; '.join(shown)}{more}"
+    return (
+        f"{len(problems)} of {len(result.request_ids)} requests failed or were lost: {'; '.join(shown)}{more}"
+    )
