@@ -1,0 +1,410 @@
+"""What is printed: content, units, width, and silence where there is no terminal."""
+
+from __future__ import annotations
+
+import io
+import time
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from cbexp import metrics
+from cbexp.artifacts import RunDirectory
+from cbexp.config import ArtifactsConfig
+from cbexp.display import ProgressDisplay
+from cbexp.display.progress import REFRESH_INTERVAL_S
+from cbexp.display.units import format_bytes, format_number, format_seconds, format_share
+from cbexp.engine.types import StepInfo
+from cbexp.metrics import MemoryUse, RequestRecord, RoundRecord, RunFacts
+
+FACTS = RunFacts(
+    name="a-sweep-with-a-long-name",
+    model="unsloth/Qwen3-4B-Base",
+    dataset="dapo_math",
+    backend="sync",
+    device="cuda:0",
+    dtype="bfloat16",
+    compile_mode="max_autotune_no_cudagraphs",
+    attn_impl="paged|flash_attention_2",
+    lora_adapter="random LoRA of rank 16 on q_proj, k_proj, v_proj, o_proj",
+    num_prompts=2,
+    num_generations=1,
+    max_new_tokens=12,
+    is_fixed_length=False,
+    workload_hash="abc",
+)
+
+
+def requests_of(round_index: int, *reasons: str, num_tokens: int = 12) -> list[RequestRecord]:
+    return [
+        RequestRecord(
+            round_index, f"r{i}", reason, 30, num_tokens, 0.001, 0.01, 0.002, 0.032, i == 0, "d", None
+        )
+        for i, reason in enumerate(reasons)
+    ]
+
+
+def round_of(requests: list[RequestRecord], wall_s: float = 0.5, is_warmup: bool = False) -> RoundRecord:
+    steps = [
+        StepInfo("prefill", 1, 2, 60, 0, None, 0.0, 0.1, 0, 0, 0.1),
+        StepInfo("decode", 10, 2, 20, 5, 4, 0.1, 0.4, 0, 2, 0.25),
+    ]
+    memory = MemoryUse(10.0, 11.0, 12.5, 13.25, 2.0)
+    return metrics.summarize_round(requests[0].round_index, is_warmup, 0.0, wall_s, requests, steps, memory)
+
+
+def summary_of(*reasons: str, facts: RunFacts = FACTS, **request_options: int) -> dict:
+    requests = [requests_of(index, *reasons, **request_options) for index in range(3)]
+    rounds = [
+        round_of(of_round, wall_s=0.5 + index / 10, is_warmup=index == 0)
+        for index, of_round in enumerate(requests)
+    ]
+    flat = [request for of_round in requests for request in of_round]
+    durations_s = {"load_model": 12.3, "warmup": 0.045}
+    return metrics.summarize_run(facts, rounds, flat, durations_s, None, ["cache.page_size is idle [here]"])
+
+
+class Screen:
+    """A display on two consoles that are files."""
+
+    def __init__(self, is_terminal: bool = False, width: int = 100) -> None:
+        self.out, self.errors = io.StringIO(), io.StringIO()
+        consoles = [
+            Console(file=file, force_terminal=is_terminal, width=width, highlight=False)
+            for file in (self.out, self.errors)
+        ]
+        self.display = ProgressDisplay(*consoles)
+
+    @property
+    def text(self) -> str:
+        return self.out.getvalue()
+
+    @property
+    def words(self) -> str:
+        return " ".join(self.text.split())
+
+
+@pytest.fixture
+def directory(tmp_path, monkeypatch) -> RunDirectory:
+    monkeypatch.chdir(tmp_path)
+    return RunDirectory.create(tmp_path / "outputs" / "default" / "2026-11-30_06-00-00", ArtifactsConfig())
+
+
+def print_completed(summary: dict, directory: RunDirectory, **options) -> Screen:
+    screen = Screen(**options)
+    screen.display.print_outcome("completed", summary, None, directory)
+    return screen
+
+
+# Units
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0.00"),
+        (1.234, "1.23"),
+        (9.996, "10.0"),
+        (12.34, "12.3"),
+        (99.96, "100"),
+        (1234.5, "1,234"),
+        (0.001, "0.00"),
+    ],
+)
+def test_numbers_have_three_digits_or_all_whole_ones(value, text):
+    assert format_number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0000123, "12.3 us"),
+        (0.00123, "1.23 ms"),
+        (0.9999, "1.00 s"),
+        (0.5, "500 ms"),
+        (75.0, "75.0 s"),
+        (1e4, "10,000 s"),
+    ],
+)
+def test_seconds_have_a_fitting_unit(seconds, text):
+    assert format_seconds(seconds) == text
+
+
+def test_shares_and_bytes():
+    assert format_share(0.1234) == "12.3 %"
+    assert format_share(-1e-18) == "0.0 %"
+    assert [format_bytes(size) for size in (0, 1023, 1024, 5 * 2**20, 2**40)] == [
+        "0 B", "1023 B", "1.00 KiB", "5.00 MiB", "1,024 GiB",
+    ]  # fmt: skip
+
+
+# The final table
+
+
+def test_final_table_has_every_figure_with_its_unit(directory):
+    words = print_completed(summary_of("eos", "length"), directory).words
+    for expected in (
+        "completed, 2 timed round(s) after 1 of warmup, all 4 requests finished",
+        "throughput 36.9 output tokens/s (34.3 to 40.0, +/- 7.7 %)",
+        "129 tokens/s with prompts, 3.08 requests/s",
+        "wall 650 ms a round (600 ms to 700 ms)",
+        "24 output tokens a round, 12.0 a request (at most 12 of 12); ended by EOS 2, by limit 2",
+        "accuracy 50.0 % (2 of 4 judged completions)",
+        "identical completions in every timed round",
+        "prefill 15.5 %, mixed 0.0 %, decode 46.4 %, outside steps 38.1 %",
+        "mean 2.00 requests a step, occupancy 100.0 %, padding 5.9 %, cache use up to 25.0 %",
+        "device peak 12.5 GiB allocated, 13.2 GiB reserved; process peak 2.00 GiB",
+        "load model 12.3 s, warmup 45.0 ms",
+        "times mean p50 p90 p99 max",
+        "TTFT 10.0 ms 10.0 ms 10.0 ms 10.0 ms 10.0 ms",
+        "TPOT 2.00 ms",
+        "latency 32.0 ms",
+        "queue 1.00 ms",
+        "decode step 30.0 ms 30.0 ms 30.0 ms 30.0 ms",
+        "warning cache.page_size is idle [here]",
+        "compile max_autotune_no_cudagraphs",
+        "random LoRA of rank 16",
+        "bfloat16 on cuda:0",
+    ):
+        assert expected in words
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+@pytest.mark.parametrize("width", [100, 60])
+def test_final_table_fits(directory, monkeypatch, is_terminal, width):
+    monkeypatch.setenv("NO_COLOR", "1")
+    summary = summary_of("eos", "length") | {
+        "tracking": "W&B offline (no credentials for https://api.example); upload with: wandb sync outputs/x",
+        "warnings": ["a warning of many words " * 20],
+    }
+    screen = print_completed(summary, directory, is_terminal=is_terminal, width=width)
+    assert max(len(line) for line in screen.text.splitlines()) <= width
+
+
+def test_paths_and_commands_are_not_broken(directory):
+    path = "/data/" + "deep/" * 30 + "offline-run-20261130_071312-uqb6k5pn"
+    summary = summary_of("eos") | {"tracking": f"W&B offline; upload with: wandb sync {path}"}
+    assert path in print_completed(summary, directory).text
+
+
+def test_results_are_named_relative_to_the_launch_folder_with_their_size(directory):
+    (directory.path / "more").write_bytes(b"x" * 2**20)
+    assert (
+        "results outputs/default/2026-11-30_06-00-00 (1.00 MiB)"
+        in print_completed(summary_of("eos"), directory).words
+    )
+
+
+def test_no_color_and_no_terminal_mean_plain_ascii_text(directory, monkeypatch):
+    assert "\x1b" not in print_completed(summary_of("eos"), directory).text
+    monkeypatch.setenv("NO_COLOR", "1")
+    colors = ("\x1b[31", "\x1b[32", "\x1b[33", "\x1b[1;31")
+    assert not any(
+        color in print_completed(summary_of("eos"), directory, is_terminal=True).text for color in colors
+    )
+    file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    ProgressDisplay(Console(file=file, width=100)).print_outcome(
+        "completed", summary_of("eos"), None, directory
+    )
+    file.flush()
+    assert b"output tokens/s" in file.buffer.getvalue()
+
+
+def test_failed_and_lost_requests_are_loud(directory):
+    screen = print_completed(summary_of("eos", "failed", "lost"), directory, is_terminal=True)
+    assert "but 2 FAILED and 2 LOST of 6 requests" in screen.text
+    (line,) = [line for line in screen.text.splitlines() if "FAILED" in line]
+    assert "\x1b[1;31m" in line
+
+
+def test_fixed_length_runs_say_so_and_name_short_requests(directory):
+    facts = RunFacts(**(FACTS.to_dict() | {"is_fixed_length": True}))
+    assert (
+        "24 output tokens a round, fixed length 12"
+        in print_completed(summary_of("length", "length", facts=facts), directory).words
+    )
+    assert (
+        "4 request(s) SHORT of the fixed 12"
+        in print_completed(summary_of("length", "length", facts=facts, num_tokens=11), directory).words
+    )
+
+
+def test_differing_rounds_are_told(directory):
+    summary = summary_of("eos", "eos") | {"are_rounds_identical": False, "num_differing_requests": 1}
+    words = print_completed(summary, directory).words
+    assert "NOT identical: the completions of 1 of 2 requests differ between timed rounds" in words
+
+
+def test_driver_without_steps_and_device_has_a_table_too(directory):
+    requests = requests_of(0, "failed")
+    record = metrics.summarize_round(0, False, 0.0, 1.0, requests, [], MemoryUse(None, None, None, None, 0.5))
+    summary = metrics.summarize_run(FACTS, [record], requests, {}, None, [])
+    text = print_completed(summary, directory).text
+    assert "process peak 0.50 GiB" in text
+    assert "decode step" not in text
+    assert "prefill" not in text
+    assert "identical" not in text
+
+
+# Other ends
+
+
+@pytest.mark.parametrize(
+    ("status", "word"),
+    [("failed", "FAILED"), ("out_of_memory", "OUT OF MEMORY"), ("not_applicable", "NOT APPLICABLE")],
+)
+def test_bad_ends_go_to_stderr_with_reason_and_records(directory, status, word):
+    screen = Screen()
+    screen.display.print_outcome(status, None, "the reason [/bold] in brackets", directory)
+    assert screen.text == ""
+    lines = screen.errors.getvalue().splitlines()
+    assert lines[0] == f"{word}: the reason [/bold] in brackets"
+    assert lines[1].startswith("records      outputs/default/2026-11-30_06-00-00 (")
+    assert len(lines) == 2
+
+
+def test_failure_with_a_traceback_file_names_it(directory):
+    directory.mark("failed", ValueError("x"))
+    screen = Screen()
+    screen.display.print_outcome("failed", None, "x", directory)
+    assert "traceback    outputs/default/2026-11-30_06-00-00/traceback.txt" in screen.errors.getvalue()
+
+
+def test_message_of_several_lines_keeps_them(directory):
+    screen = Screen()
+    screen.display.print_outcome("failed", None, "first\nsecond", directory)
+    assert screen.errors.getvalue().splitlines()[:2] == ["FAILED: first", "second"]
+
+
+# Before and during rounds
+
+
+def test_plan_stop_ids_and_cache_are_printed():
+    values = {
+        "driver": "sync",
+        "device": "cpu",
+        "dtype": "float32",
+        "attn_implementation": "sdpa",
+        "compile_mode": "eager",
+        "model_type": "qwen3",
+        "num_parameters": 1_000_000,
+        "weight_bytes": 4_000_000,
+        "max_new_tokens": 64,
+        "max_requests_per_batch": 32,
+        "page_size": 256,
+        "block_sharing": False,
+        "scheduler": "fifo",
+        "max_batch_tokens": 8192,
+    }
+    screen = Screen()
+    screen.display.print_plan(SimpleNamespace(to_dict=lambda: values, warnings=["adapter.rank is idle"]))
+    screen.display.print_stop_ids((1, 2), 0)
+    screen.display.print_stop_ids((), 0)
+    screen.display.print_cache({"num_blocks": 128, "page_size": 256})
+    screen.display.print_cache({})
+    screen.display.print_dry_run(SimpleNamespace(rows=lambda: [("weights", "8.04 GB")]))
+    for expected in (
+        "model qwen3, 1,000,000 parameters, 3.81 MiB of weights, float32 on cpu",
+        "driver sync, compile eager, attention sdpa",
+        "at most 64 new tokens a request, 32 requests a step, 8,192 tokens a step; block sharing off, scheduler fifo",
+        "warning adapter.rank is idle",
+        "stop EOS ids 1, 2; pad id 0",
+        "stop EOS ids none, requests end at their limit; pad id 0",
+        "cache 32,768 tokens: 128 blocks of 256",
+        "weights 8.04 GB",
+    ):
+        assert expected in screen.words
+    assert screen.text.count("cache ") == 1
+
+
+def decode_step(end_s: float, num_finished: int = 0) -> StepInfo:
+    return StepInfo("decode", 1, 2, 2, 0, None, end_s, end_s, 0, num_finished, 0.125)
+
+
+def test_without_a_terminal_a_round_is_one_line():
+    screen = Screen()
+    record = round_of(requests_of(3, "eos", "length"))
+    with screen.display.showing_phase("load_model"):
+        pass
+    with screen.display.showing_round(3, False, 2):
+        for index in range(50):
+            screen.display.on_step(index, decode_step(time.perf_counter() + index))
+        assert screen.text == ""
+    screen.display.print_round(record)
+    assert screen.text == (
+        "round 3      500 ms, 48.0 output tokens/s, 24 tokens, 2 of 2 requests, accuracy 50.0 %\n"
+    )
+
+
+def test_bad_and_warmup_rounds_are_told_apart():
+    screen = Screen()
+    screen.display.print_round(round_of(requests_of(0, "eos", "lost"), is_warmup=True))
+    assert screen.text.startswith("warmup 0 ")
+    assert "1 of 2 requests, accuracy 50.0 %, 0 FAILED, 1 LOST" in screen.words
+
+
+def test_terminal_shows_requests_tokens_and_cache_while_a_round_runs():
+    screen = Screen(is_terminal=True)
+    with screen.display.showing_round(1, False, 32):
+        assert "round 1: 32 requests are running" in screen.text
+        start_s = time.perf_counter()
+        screen.display.on_step(0, StepInfo("prefill", 1, 32, 900, 0, None, start_s, start_s + 1.0, 0, 1, 0.5))
+        screen.display.on_step(1, decode_step(start_s + 2.0, num_finished=2))
+    assert "round 1: 1 of 32 requests done, about 32.0 output tokens/s, cache 50.0 %, 1.00 s" in screen.text
+    assert "round 1: 3 of 32 requests done, about 17.0 output tokens/s, cache 12.5 %, 2.00 s" in screen.text
+    assert screen.text.endswith("\x1b[1A\x1b[2K"), "the line must be gone at the end"
+
+
+def test_line_is_gone_after_an_exception_and_later_steps_are_ignored():
+    screen = Screen(is_terminal=True)
+    with pytest.raises(KeyboardInterrupt), screen.display.showing_round(1, False, 32):
+        raise KeyboardInterrupt
+    before = screen.text
+    screen.display.on_step(0, decode_step(time.perf_counter() + 9))
+    assert screen.text == before
+
+
+def test_terminal_that_cannot_move_its_cursor_gets_plain_lines(monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    screen = Screen(is_terminal=True)
+    with screen.display.showing_round(1, False, 32):
+        screen.display.on_step(0, decode_step(time.perf_counter() + 9))
+    assert screen.text == ""
+
+
+def test_refreshes_are_rare_and_steps_cheap():
+    screen = Screen(is_terminal=True)
+    num_steps = 20_000
+    with screen.display.showing_round(1, False, 32):
+        start_s = time.perf_counter()
+        for index in range(num_steps):
+            screen.display.on_step(index, decode_step(start_s + index / 1000))
+        took_s = time.perf_counter() - start_s
+    num_refreshes = screen.text.count("requests done")
+    assert (
+        0.5 * num_steps / 1000 / REFRESH_INTERVAL_S
+        < num_refreshes
+        <= num_steps / 1000 / REFRESH_INTERVAL_S + 2
+    )
+    assert took_s / num_steps < 100e-6
+
+
+def test_long_phase_leaves_a_line(monkeypatch):
+    screen = Screen()
+    monkeypatch.setattr("cbexp.display.progress.NOTEWORTHY_PHASE_S", 0.0)
+    with screen.display.showing_phase("load_model"):
+        pass
+    assert screen.text.startswith("load model   ")
+
+
+def test_width_is_100_columns_at_most_and_where_it_is_unknown(monkeypatch, capsys):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    ProgressDisplay().print_line("word " * 60)
+    assert max(map(len, capsys.readouterr().out.splitlines())) in range(90, 101)
+    monkeypatch.setenv("COLUMNS", "300")
+    ProgressDisplay().print_line("word " * 60)
+    assert max(map(len, capsys.readouterr().out.splitlines())) in range(90, 101)
+    monkeypatch.setenv("COLUMNS", "50")
+    ProgressDisplay().print_line("word " * 60)
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 50
