@@ -69,7 +69,10 @@ class Job:
         tokenizer = self._timed("load_tokenizer", lambda: self._load_tokenizer())
         loaded = self._timed("load_model", lambda: load_model(config.model, config.adapter, config.seed))
         prompts = self._timed(
-            "load_prompts", lambda: load_prompts(config.dataset, tokenizer, loaded.vocab_size, config.seed)
+            "load_prompts",
+            lambda: load_prompts(
+                config.dataset, tokenizer, loaded.vocab_size, config.seed, loaded.special_token_ids
+            ),
         )
         driver = self._build_driver(loaded, prompts, tokenizer)
         self._runner = RoundRunner(driver, prompts, tokenizer, config.dataset.num_generations, loaded.device)
