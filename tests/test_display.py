@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import time
 from types import SimpleNamespace
 
@@ -179,7 +180,8 @@ def test_final_table_fits(directory, monkeypatch, is_terminal, width):
         "warnings": ["a warning of many words " * 20],
     }
     screen = print_completed(summary, directory, is_terminal=is_terminal, width=width)
-    assert max(len(line) for line in screen.text.splitlines()) <= width
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", screen.text)
+    assert max(len(line) for line in shown.splitlines()) <= width
 
 
 def test_paths_and_commands_are_not_broken(directory):
