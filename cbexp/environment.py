@@ -48,7 +48,7 @@ def seed_everything(seed: int) -> None:
 
 
 def limit_threads(num_threads: int | None) -> None:
-    """Set the threads of one CPU operation; None is PyTorch's default. It is a setting of the process: each job sets its own."""
+    """Set the threads of one CPU operation for the process, until the next job does; None is PyTorch's default."""
     torch.set_num_threads(DEFAULT_NUM_THREADS if num_threads is None else num_threads)
 
 
@@ -59,14 +59,14 @@ def collect_environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: _version_of(name) for name in PACKAGES},
         "source": describe_source(Path(cbexp.__file__).parents[1]),
-        "cpu": _describe_cpu() | {"num_threads": torch.get_num_threads()},
+        "cpu": _describe_cpu(),
         "cuda": _describe_cuda() if torch.cuda.is_available() else None,
         "variables": {name: os.environ[name] for name in ENVIRONMENT_VARIABLES if name in os.environ},
     }
 
 
 def describe_source(root: Path) -> dict[str, Any]:
-    """Commit of the source tree at `root`, and whether it differs from that; None when it is no checkout or git is missing."""
+    """Commit of the source tree at `root`, and whether the tree differs from it; None without a checkout or git."""
     if not (root / ".git").exists():  # an installed package may lie inside somebody else's checkout
         return {"commit": None, "is_dirty": None}
     commit = _output_of("git", "-C", str(root), "rev-parse", "HEAD")
@@ -75,7 +75,7 @@ def describe_source(root: Path) -> dict[str, Any]:
 
 
 def measure_memory(device: torch.device) -> MemoryUse:
-    """Memory in use now, and its peaks: on the device since `reset_peak_memory`, on the host since the process started."""
+    """Memory in use, and its peaks: on the device since `reset_peak_memory`, on the host since the process started."""
     peak_host_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT_BYTES / GIB
     if device.type != "cuda":
         return MemoryUse(None, None, None, None, peak_host_gib)
@@ -95,7 +95,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def release_memory() -> int:
-    """Drop compiled code, collect garbage, give cached blocks back, in that order; returns the device bytes still allocated."""
+    """Drop compiled code, collect garbage, free cached blocks, in that order; returns the device bytes still in use."""
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
     gc.collect()
@@ -126,7 +126,7 @@ def _describe_cpu() -> dict[str, Any]:
         "num_usable_cores": len(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")
         else os.cpu_count(),
-        "num_torch_threads": torch.get_num_threads(),
+        "num_threads": torch.get_num_threads(),
         "memory_gib": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB,
     }
 

@@ -246,7 +246,8 @@ def _init_run(settings: wandb.Settings, run_config: dict[str, Any], run_dir: Pat
 
 
 def _sync_command(run: wandb.Run) -> str:
-    return f"wandb sync {run.settings.sync_dir}"
+    folder, here = Path(run.settings.sync_dir), Path.cwd()
+    return f"wandb sync {folder.relative_to(here) if folder.is_relative_to(here) else folder}"
 
 
 def _table(rows: list[list[Any]]) -> Any:

@@ -18,6 +18,7 @@ from cbexp import environment
 from cbexp.environment import (
     collect_environment,
     describe_source,
+    limit_threads,
     measure_memory,
     release_memory,
     reset_peak_memory,
@@ -103,6 +104,15 @@ def test_seed_makes_all_generators_repeat():
     seed_everything(8)
     assert draw() != first
     seed_everything(2**32 + 5)  # numpy takes 32 bits only
+
+
+def test_threads_are_set_recorded_and_given_back():
+    default = torch.get_num_threads()
+    limit_threads(default + 1)
+    assert collect_environment()["cpu"]["num_threads"] == default + 1
+    limit_threads(None)
+    assert collect_environment()["cpu"]["num_threads"] == environment.DEFAULT_NUM_THREADS
+    torch.set_num_threads(default)
 
 
 def test_cpu_has_host_memory_only():

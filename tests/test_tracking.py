@@ -6,7 +6,6 @@ import http.server
 import json
 import os
 import re
-import shutil
 import struct
 import subprocess
 import sys
@@ -526,4 +525,10 @@ def test_wandb_folder_lies_inside_the_run_directory(run_dir, tmp_path, monkeypat
     start(run_dir).finish(0)
     assert list(launch_folder.iterdir()) == []
     assert list((run_dir / "wandb").glob("offline-run-*"))
-    shutil.rmtree(run_dir / "wandb")
+
+
+def test_upload_command_is_relative_to_the_launch_folder(run_dir, monkeypatch):
+    monkeypatch.chdir(run_dir.parent)
+    tracker = start(run_dir)
+    tracker.finish(0)
+    assert "wandb sync run/wandb/offline-run-" in tracker.description
