@@ -2,6 +2,7 @@
 
 import ast
 import importlib.metadata
+import json
 import os
 import re
 import subprocess
@@ -213,4 +214,5 @@ def test_the_installed_wheel_runs_the_smoke_experiment(installed, tmp_path):
     arguments = ("experiment=smoke", "tracking=disabled", "stats_path=stats.json")
     result = run_python("-m", "cbexp", *arguments, folder=tmp_path, PYTHONPATH=str(installed))
     assert result.returncode == 0, result.stderr
-    assert (tmp_path / "stats.json").is_file()
+    stats = json.loads((tmp_path / "stats.json").read_text())
+    assert stats["n_decoded_tokens"] > 0
