@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 
 import cbexp
 from cbexp.metrics import MemoryUse
@@ -45,6 +46,13 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def hide_progress_bars() -> None:
+    """Keep other libraries' progress bars out of logs: they are for terminals."""
+    if not sys.stderr.isatty():
+        transformers.utils.logging.disable_progress_bar()
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 
 
 def limit_threads(num_threads: int | None) -> None:

@@ -15,7 +15,13 @@ from cbexp.artifacts import RunDirectory, check_writable
 from cbexp.config import ExperimentConfig, SweepInfo, to_plain_dict
 from cbexp.display import ProgressDisplay
 from cbexp.engine.types import CacheMemoryError, EngineError
-from cbexp.environment import collect_environment, limit_threads, release_memory, seed_everything
+from cbexp.environment import (
+    collect_environment,
+    hide_progress_bars,
+    limit_threads,
+    release_memory,
+    seed_everything,
+)
 from cbexp.errors import CbexpError, ConfigError, MemoryBudgetError, NotApplicableError, ResultsError
 from cbexp.factory import RunPlan, build_plan, summarize_dry_run
 from cbexp.job import Job
@@ -52,6 +58,7 @@ def run_experiment(
     written raises: `ResultsError`, since there is no place to record it.
     """
     display = ProgressDisplay()
+    hide_progress_bars()
     if config.dry_run:
         display.print_dry_run(summarize_dry_run(config))
         return RunOutcome("dry_run", None)
@@ -111,8 +118,9 @@ def _run_tracked(
             summary = _run_job(job, display)
         summary["tracking"] = tracker.description
         summary["durations_s"]["total"] = time.perf_counter() - start_s
-        summary["warnings"] += tracker.warnings
         tracker.log_summary(summary)
+    # Only now: closing the run is where an upload fails.
+    summary["warnings"] += tracker.warnings
     directory.write_summary(summary, None if config.stats_path is None else Path(config.stats_path))
     return summary
 
