@@ -121,7 +121,7 @@ def build_processor(model: PreTrainedModel, settings: EngineSettings) -> Continu
             cache=cache,
             config=config,
             # The processor reads nothing but `do_sample` here: requests carry their own limits and EOS.
-            generation_config=GenerationConfig(do_sample=False),  # type: ignore[no-untyped-call]
+            generation_config=GenerationConfig(do_sample=False),
             continuous_batching_config=cb_config,
             logit_processor=ContinuousBatchingLogitsProcessorList(LogitsProcessorList()),
             input_queue=None,
@@ -156,7 +156,7 @@ def build_request_state(
 
 def generated_ids(state: RequestState) -> tuple[int, ...]:
     """All tokens of a request so far; upstream makes those from before an eviction part of its prompt."""
-    output = state.to_generation_output()  # type: ignore[no-untyped-call]
+    output = state.to_generation_output()
     return tuple(output.generated_tokens)
 
 

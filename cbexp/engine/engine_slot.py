@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
+from cbexp.engine.borrow import borrowed_for_inference
 from cbexp.engine.cb_internals import EngineSettings, require_paged_attention, sector_slack_blocks
 from cbexp.engine.paged_engine import PagedEngine
+from cbexp.engine.probe import probe_paged_forward
 from cbexp.engine.request_book import PromptGroup
 from cbexp.engine.sizing import choose_safety_margin, count_blocks_needed
 from cbexp.engine.types import CBSyncConfig
@@ -18,8 +19,8 @@ from cbexp.engine.types import CBSyncConfig
 class EngineSlot:
     """At most one engine. With `num_blocks` set it is built at once and stays; else a round may ask for a larger one.
 
-    Raises `UnsupportedModelError` for layers or an attention implementation that a paged cache does not serve, and
-    `CacheMemoryError` for a cache that does not fit.
+    Raises `UnsupportedModelError` for a model whose layers, attention implementation or forward a paged cache does not
+    serve, and `CacheMemoryError` for a cache that does not fit.
     """
 
     def __init__(self, model: PreTrainedModel, config: CBSyncConfig) -> None:
@@ -27,6 +28,8 @@ class EngineSlot:
         self._model = model
         self._config = config
         self._slack_blocks = sector_slack_blocks(model.config)
+        with borrowed_for_inference(model, model.device):
+            probe_paged_forward(model, config, num_blocks=1 + self._slack_blocks)
         self._engine = None if config.num_blocks is None else self._build(config.num_blocks)
 
     @property
@@ -78,6 +81,5 @@ class EngineSlot:
             allow_block_sharing=config.allow_block_sharing,
             scheduler=config.scheduler,
         )
-        # Tensors born in inference mode could not be written by a drive outside of it.
-        with torch.inference_mode(False), torch.no_grad():
+        with borrowed_for_inference(self._model, self._model.device):
             return PagedEngine(self._model, settings)

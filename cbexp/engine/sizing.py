@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 from cbexp.engine.request_book import PromptGroup
 
-# Free share below which no further prompt is admitted, so that running requests can grow; upstream's figure for FIFO.
+# Free share below which no further prompt is admitted, so that running requests can grow. Upstream's figure for FIFO:
+# with uneven lengths and 0.6 of the blocks needed it halves the tokens read again, at 1 % more steps than 0.
 CROWDED_SAFETY_MARGIN = 0.15
 
 

@@ -1,0 +1,43 @@
+"""Tries a model on a paged cache before anything is asked of it: many architectures accept one on paper only."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from transformers import PreTrainedModel
+
+from cbexp.engine.cb_internals import EngineSettings
+from cbexp.engine.paged_engine import PagedEngine
+from cbexp.engine.request_book import PromptGroup
+from cbexp.engine.types import CBSyncConfig, UnsupportedModelError
+
+
+def probe_paged_forward(model: PreTrainedModel, config: CBSyncConfig, num_blocks: int) -> None:
+    """Generate two tokens in a cache of `num_blocks` blocks, one request's worth; nothing of it stays.
+
+    Raises `UnsupportedModelError` when the model's forward fails on a paged cache. Running out of memory is no such
+    failure and passes through.
+    """
+    settings = EngineSettings(
+        page_size=config.page_size,
+        num_blocks=num_blocks,
+        max_batch_tokens=config.page_size,
+        max_requests_per_batch=1,
+        allow_block_sharing=False,
+        scheduler="fifo",
+    )
+    engine = PagedEngine(model, settings)
+    engine.submit(PromptGroup(("probe",), (0,), 2, (), time.perf_counter()))
+    try:
+        while engine.step(model) is not None:
+            pass
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot be driven: its forward fails on a paged cache "
+            f"({type(error).__name__}: {error})."
+        ) from error
+    finally:
+        engine.close()
