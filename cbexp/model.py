@@ -61,6 +61,14 @@ class LoadedModel:
         return config
 
     @property
+    def special_token_ids(self) -> set[int]:
+        """Ids that begin, end or pad a sequence by the model's own configs; random prompts keep clear of them."""
+        config = self.architecture
+        return {i for i in (config.bos_token_id, config.pad_token_id) if i is not None} | {
+            *self.generation_eos_ids
+        }
+
+    @property
     def vocab_size(self) -> int:
         """Token ids that the model knows, the padding of its embedding included."""
         return int(self.architecture.vocab_size)

@@ -1,0 +1,159 @@
+"""Answers, before anything is loaded, what a job would take and what fits on this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cbexp.config import ExperimentConfig
+from cbexp.memory import cache_tokens_needed, estimate_cache_cost, format_gib, free_memory_bytes
+from cbexp.plan import RunPlan, resolve_plan
+from cbexp.synthetic import draw_lengths
+
+# Prompts of text are not read in a dry run; mathematics questions in chat form have 100 to 300 tokens.
+ASSUMED_PROMPT_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class DryRunReport:
+    """Bytes and tokens of a job. A request is counted at full length: prompt and all new tokens, in whole pages.
+
+    `cache_tokens_asked` is what was set, else what a round needs. `tokens_that_fit` and `requests_that_fit` are what is
+    left of `free_bytes` after the weights, within `cache.max_memory_fraction`. `advice` is empty when everything fits.
+    """
+
+    model: str
+    device: str
+    dtype: str
+    attn_implementation: str
+    num_parameters: int
+    weight_bytes: int
+    kv_bytes_per_token: int
+    sliding_layers: str | None
+    free_bytes: int
+    page_size: int
+    longest_request_tokens: int
+    is_prompt_length_assumed: bool
+    num_requests: int
+    cache_tokens_asked: int
+    tokens_that_fit: int
+    requests_that_fit: int
+    advice: list[str]
+    warnings: list[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain JSON values."""
+        return dataclasses.asdict(self)
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return label and value of each line to print."""
+        assumed = (
+            f", prompts taken as {ASSUMED_PROMPT_TOKENS} tokens" if self.is_prompt_length_assumed else ""
+        )
+        sliding = [("sliding-window layers", self.sliding_layers)] if self.sliding_layers else []
+        return [
+            ("model", f"{self.model}, {self.num_parameters:,} parameters"),
+            ("runs on", f"{self.device}, {self.dtype}, attention {self.attn_implementation}"),
+            ("weights", format_gib(self.weight_bytes)),
+            ("KV cache per token", f"{self.kv_bytes_per_token:,} bytes"),
+            *sliding,
+            ("free memory", format_gib(self.free_bytes)),
+            (
+                "longest request",
+                f"{self.longest_request_tokens:,} tokens (pages of {self.page_size}{assumed})",
+            ),
+            ("cache asked for", f"{self.cache_tokens_asked:,} tokens"),
+            ("cache that fits", f"{self.tokens_that_fit:,} tokens"),
+            ("requests at once", f"{self.requests_that_fit:,} fit, a round has {self.num_requests:,}"),
+            *(("to lower", line) for line in self.advice),
+            *(("warning", line) for line in self.warnings),
+        ]
+
+
+def summarize_dry_run(config: ExperimentConfig) -> DryRunReport:
+    """Return what `config` would take here; loads no weight and no prompt.
+
+    Raises as `build_plan`, but for memory, which the report is about.
+    """
+    plan = resolve_plan(config)
+    lengths, is_assumed = _prompt_lengths(config)
+    num_requests = len(lengths) * config.dataset.num_generations
+    needed = cache_tokens_needed(lengths, plan.max_new_tokens, config.dataset.num_generations, plan.page_size)
+    longest = cache_tokens_needed([max(lengths)], plan.max_new_tokens, 1, plan.page_size)
+    free_bytes = free_memory_bytes(plan.device)
+    tokens_that_fit = _tokens_that_fit(plan, lengths, config.dataset.num_generations, free_bytes)
+    asked = plan.cache_tokens or needed
+    report = DryRunReport(
+        model=config.model.name_or_path or config.model.name,
+        device=str(plan.device),
+        dtype=str(plan.dtype).removeprefix("torch."),
+        attn_implementation=plan.attention.implementation,
+        num_parameters=plan.weights.num_parameters,
+        weight_bytes=plan.weights.num_bytes,
+        kv_bytes_per_token=plan.kv_bytes_per_token,
+        sliding_layers=_describe_sliding_layers(plan),
+        free_bytes=free_bytes,
+        page_size=plan.page_size,
+        longest_request_tokens=longest,
+        is_prompt_length_assumed=is_assumed,
+        num_requests=num_requests,
+        cache_tokens_asked=asked,
+        tokens_that_fit=tokens_that_fit,
+        requests_that_fit=min(asked, tokens_that_fit) // longest,
+        advice=[],
+        warnings=plan.warnings,
+    )
+    return dataclasses.replace(report, advice=_advise(plan, report))
+
+
+def _prompt_lengths(config: ExperimentConfig) -> tuple[list[int], bool]:
+    """Each prompt's length, and whether it is assumed."""
+    if config.dataset.kind == "synthetic":
+        return draw_lengths(config.dataset, config.seed), False
+    return [ASSUMED_PROMPT_TOKENS] * config.dataset.num_prompts, True
+
+
+def _tokens_that_fit(
+    plan: RunPlan, prompt_lengths: Sequence[int], num_generations: int, free_bytes: int
+) -> int:
+    budget_bytes = (free_bytes - plan.weights.num_bytes) * plan.max_memory_fraction
+    if not plan.has_paged_cache:
+        return max(0, int(budget_bytes // plan.kv_bytes_per_token))
+    max_batch_tokens = min(plan.max_batch_tokens, sum(prompt_lengths) * num_generations)
+    cost = estimate_cache_cost(
+        plan.architecture,
+        plan.dtype,
+        max_batch_tokens,
+        plan.max_requests_per_batch,
+        is_masked=plan.attention.is_masked,
+    )
+    return cost.tokens_within(budget_bytes) // plan.page_size * plan.page_size
+
+
+def _describe_sliding_layers(plan: RunPlan) -> str | None:
+    layout = plan.layout
+    if layout.num_sliding_layers == 0:
+        return None
+    return (
+        f"{layout.num_sliding_layers} of {layout.num_layers}, which keep the last {layout.sliding_window:,} tokens: "
+        "longer requests take less than said here"
+    )
+
+
+def _advise(plan: RunPlan, report: DryRunReport) -> list[str]:
+    excess_bytes = report.weight_bytes - report.free_bytes
+    if excess_bytes > 0:
+        return [f"the model: its weights alone exceed the free memory by {format_gib(excess_bytes)}"]
+    advice = []
+    if plan.cache_tokens is not None and plan.cache_tokens > report.tokens_that_fit:
+        advice.append(f"cache.num_tokens={plan.cache_tokens} to {report.tokens_that_fit} at most")
+    if report.requests_that_fit == 0:
+        advice.append("sampling.max_new_tokens or the prompts' lengths: not one request fits at full length")
+    elif report.requests_that_fit < report.num_requests:
+        advice.append(
+            f"nothing necessarily: {report.requests_that_fit} requests run at once and the others wait; "
+            "dataset.num_prompts, dataset.num_generations or sampling.max_new_tokens would let all run at once"
+        )
+    return advice

@@ -1,0 +1,202 @@
+"""Resolves everything that a configuration leaves to the machine, once, before any weight is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedConfig
+
+from cbexp.attention_choice import AttentionChoice, resolve_attention
+from cbexp.compile_choice import choose_compile_mode
+from cbexp.config import ExperimentConfig
+from cbexp.device import resolve_device, resolve_dtype
+from cbexp.errors import ConfigError
+from cbexp.idle_settings import idle_settings
+from cbexp.memory import (
+    CacheLayout,
+    WeightSize,
+    check_fits,
+    describe_cache_layout,
+    free_memory_bytes,
+    kv_bytes_per_token,
+    measure_weights,
+)
+from cbexp.model import load_architecture
+
+PAGE_SIZE = 256
+PAGE_SIZE_WITH_SHARING = 32
+# Beyond it, a step's logits and the scheduler's host work outweigh what a larger batch gains; upstream's own bound.
+MAX_REQUESTS_PER_BATCH = 1024
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What a job will run with. `cache_tokens` None: sized for the round once its prompts are known.
+
+    `max_batch_tokens` is the most a step processes; a round with fewer prompt tokens takes less.
+    """
+
+    driver: str
+    device: torch.device
+    dtype: torch.dtype
+    attention: AttentionChoice
+    compile_mode: str
+    architecture: PreTrainedConfig
+    weights: WeightSize
+    max_new_tokens: int
+    has_paged_cache: bool
+    cache_tokens: int | None
+    page_size: int
+    block_sharing: bool
+    scheduler: Literal["fifo", "prefill_first"]
+    max_batch_tokens: int
+    max_requests_per_batch: int
+    max_memory_fraction: float
+    warnings: list[str]
+
+    @property
+    def layout(self) -> CacheLayout:
+        """What the model caches."""
+        return describe_cache_layout(self.architecture)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of a token's keys and values over all layers."""
+        return kv_bytes_per_token(self.architecture, self.dtype)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as plain JSON values; what a driver has no use for is left out."""
+        plan: dict[str, Any] = {
+            "driver": self.driver,
+            "device": str(self.device),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "attn_implementation": self.attention.implementation,
+            "attn_reason": self.attention.reason,
+            "compile_mode": self.compile_mode,
+            "model_type": self.architecture.model_type,
+            "num_parameters": self.weights.num_parameters,
+            "weight_bytes": self.weights.num_bytes,
+            "kv_bytes_per_token": self.kv_bytes_per_token,
+            "num_full_layers": self.layout.num_full_layers,
+            "num_sliding_layers": self.layout.num_sliding_layers,
+            "sliding_window": self.layout.sliding_window,
+            "max_new_tokens": self.max_new_tokens,
+            "max_requests_per_batch": self.max_requests_per_batch,
+        }
+        if self.has_paged_cache:
+            paged = ("cache_tokens", "page_size", "block_sharing", "scheduler", "max_batch_tokens")
+            plan |= {key: getattr(self, key) for key in paged}
+        return plan | {"warnings": list(self.warnings)}
+
+
+def build_plan(config: ExperimentConfig) -> RunPlan:
+    """Resolve `config` for this machine, and check that weights and an explicit cache fit it; loads no weight.
+
+    Raises:
+        ConfigError: the combination is impossible.
+        NotApplicableError: it needs a GPU, and the model runs on a CPU.
+        ModelError: the architecture cannot be read or is not supported, or the device or dtype is not there.
+        MemoryBudgetError: weights and cache do not fit.
+    """
+    plan = resolve_plan(config)
+    check_fits(
+        plan.weights.num_bytes,
+        plan.kv_bytes_per_token * (plan.cache_tokens or plan.page_size),
+        free_memory_bytes(plan.device),
+        plan.device,
+        what_to_lower(plan),
+    )
+    return plan
+
+
+def resolve_plan(config: ExperimentConfig) -> RunPlan:
+    """As `build_plan`, without asking whether anything fits."""
+    _refuse_tensor_parallel()
+    device = resolve_device(config.model.device)
+    dtype = resolve_dtype(config.model.dtype, device)
+    architecture = load_architecture(config.model)
+    attention = resolve_attention(config.model.attn_implementation, architecture, device, dtype)
+    compile_mode = choose_compile_mode(config.compile.mode, config.driver.name, attention, device)
+    _check_positions(config, architecture)
+    block_sharing = _resolve_block_sharing(config, describe_cache_layout(architecture))
+    return RunPlan(
+        driver=config.driver.name,
+        device=device,
+        dtype=dtype,
+        attention=attention,
+        compile_mode=compile_mode,
+        architecture=architecture,
+        weights=measure_weights(architecture, dtype),
+        max_new_tokens=config.max_new_tokens,
+        has_paged_cache=config.has_paged_cache,
+        cache_tokens=config.cache.num_tokens if config.has_paged_cache else None,
+        page_size=config.cache.page_size or (PAGE_SIZE_WITH_SHARING if block_sharing else PAGE_SIZE),
+        block_sharing=block_sharing,
+        scheduler="prefill_first" if config.cache.scheduler == "prefill_first" else "fifo",
+        max_batch_tokens=config.cache.max_batch_tokens,
+        max_requests_per_batch=_resolve_max_requests(config),
+        max_memory_fraction=config.cache.max_memory_fraction,
+        warnings=_find_idle_settings(config, compile_mode),
+    )
+
+
+def what_to_lower(plan: RunPlan) -> str:
+    """Name the settings that would make the job smaller, the most effective one first."""
+    settings = ["cache.num_tokens"] if plan.cache_tokens is not None else []
+    if plan.dtype is torch.float32 and plan.device.type == "cuda":
+        settings.append("model.dtype (bfloat16 halves it)")
+    settings += ["sampling.max_new_tokens", "cache.max_batch_tokens"] if plan.has_paged_cache else []
+    return ", ".join(settings) + (", or take a smaller model" if settings else "the size of the model")
+
+
+def _refuse_tensor_parallel() -> None:
+    num_processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if num_processes > 1:
+        raise ConfigError(
+            f"WORLD_SIZE={num_processes}: tensor parallelism and sharded models are not supported. Start one process, "
+            "without torchrun or accelerate launch."
+        )
+
+
+def _check_positions(config: ExperimentConfig, architecture: PreTrainedConfig) -> None:
+    """Refuse what not even the shortest prompt leaves room for; the real lengths are checked once they are known."""
+    positions = getattr(architecture, "max_position_embeddings", None)
+    shortest = config.dataset.min_length or 1
+    if positions is not None and shortest + config.max_new_tokens > positions:
+        raise ConfigError(
+            f"sampling.max_new_tokens={config.max_new_tokens} and a prompt of {shortest} tokens exceed the model's "
+            f"{positions} positions (max_position_embeddings)."
+        )
+
+
+def _resolve_block_sharing(config: ExperimentConfig, layout: CacheLayout) -> bool:
+    asked = config.cache.block_sharing
+    if not config.has_paged_cache or asked == "off":
+        return False
+    can_share = layout.num_sliding_layers == 0
+    if asked == "on" and not can_share:
+        raise ConfigError(
+            f"cache.block_sharing=on: {layout.num_sliding_layers} of the model's {layout.num_layers} layers have a "
+            "sliding window, whose cache cannot be shared. Use auto or off."
+        )
+    return can_share and (asked == "on" or config.dataset.num_generations > 1)
+
+
+def _resolve_max_requests(config: ExperimentConfig) -> int:
+    if config.cache.max_requests_per_batch is not None:
+        return config.cache.max_requests_per_batch
+    num_requests = config.dataset.num_prompts * config.dataset.num_generations
+    if not config.has_paged_cache:
+        return num_requests
+    bound = max(MAX_REQUESTS_PER_BATCH, config.dataset.num_generations)
+    return min(num_requests, bound, config.cache.max_batch_tokens)
+
+
+def _find_idle_settings(config: ExperimentConfig, compile_mode: str) -> list[str]:
+    """Idle settings, given the compile mode as it will run: `auto` may turn out to compile nothing."""
+    resolved = dataclasses.replace(config.compile, mode=compile_mode)
+    return idle_settings(dataclasses.replace(config, compile=resolved))
