@@ -143,7 +143,7 @@ def test_cache_cost_counts_masks_only_for_masked_attention():
 @pytest.mark.parametrize("is_masked", [True, False])
 @pytest.mark.parametrize("counts", [(4, 0), (2, 2), (1, 3), (0, 4)], ids=str)
 def test_automatic_sizes_pass_upstreams_own_check(counts, is_masked):
-    """Transformers refuses a cache beyond 0.9 of the free memory by its own formula; cbexp stays below 0.8 by default."""
+    """Transformers refuses a cache beyond 0.9 of the free memory by its formula; cbexp stays below 0.8 by default."""
     num_full, num_sliding = counts
     config = AutoConfig.for_model(
         "gemma2",
@@ -189,7 +189,9 @@ def test_free_memory_of_a_gpu_counts_what_pytorch_holds_unused(monkeypatch):
 def test_what_does_not_fit_is_refused_with_the_numbers():
     device = torch.device("cuda", 0)
     check_fits(6 * GIB, 2 * GIB, 8 * GIB, device, "nothing")
-    message = r"cuda:0 has 8.00 GiB free, and 9.00 GiB are asked for: weights 6.00 GiB, .* 3.00 GiB. Lower cache"
+    message = (
+        r"cuda:0 has 8.00 GiB free, and 9.00 GiB are asked for: weights 6.00 GiB, .* 3.00 GiB. Lower cache"
+    )
     with pytest.raises(MemoryBudgetError, match=message):
         check_fits(6 * GIB, 3 * GIB, 8 * GIB, device, "cache.num_tokens")
 
