@@ -48,25 +48,25 @@ class DryRunReport:
         return dataclasses.asdict(self)
 
     def rows(self) -> list[tuple[str, str]]:
-        """Return label and value of each line to print."""
+        """Return label (at most 12 characters) and value of each line to print."""
         assumed = (
             f", prompts taken as {ASSUMED_PROMPT_TOKENS} tokens" if self.is_prompt_length_assumed else ""
         )
-        sliding = [("sliding-window layers", self.sliding_layers)] if self.sliding_layers else []
+        sliding = [("sliding", self.sliding_layers)] if self.sliding_layers else []
         return [
             ("model", f"{self.model}, {self.num_parameters:,} parameters"),
             ("runs on", f"{self.device}, {self.dtype}, attention {self.attn_implementation}"),
             ("weights", format_gib(self.weight_bytes)),
-            ("KV cache per token", f"{self.kv_bytes_per_token:,} bytes"),
+            ("KV per token", f"{self.kv_bytes_per_token:,} bytes"),
             *sliding,
             ("free memory", format_gib(self.free_bytes)),
             (
-                "longest request",
-                f"{self.longest_request_tokens:,} tokens (pages of {self.page_size}{assumed})",
+                "request",
+                f"at most {self.longest_request_tokens:,} tokens (pages of {self.page_size}{assumed})",
             ),
-            ("cache asked for", f"{self.cache_tokens_asked:,} tokens"),
-            ("cache that fits", f"{self.tokens_that_fit:,} tokens"),
-            ("requests at once", f"{self.requests_that_fit:,} fit, a round has {self.num_requests:,}"),
+            ("cache asked", f"{self.cache_tokens_asked:,} tokens"),
+            ("cache fits", f"{self.tokens_that_fit:,} tokens"),
+            ("at once", f"{self.requests_that_fit:,} requests fit, a round has {self.num_requests:,}"),
             *(("to lower", line) for line in self.advice),
             *(("warning", line) for line in self.warnings),
         ]
@@ -86,7 +86,7 @@ def summarize_dry_run(config: ExperimentConfig) -> DryRunReport:
     tokens_that_fit = _tokens_that_fit(plan, lengths, config.dataset.num_generations, free_bytes)
     asked = plan.cache_tokens or needed
     report = DryRunReport(
-        model=config.model.name_or_path or config.model.name,
+        model=_describe_model(config),
         device=str(plan.device),
         dtype=str(plan.dtype).removeprefix("torch."),
         attn_implementation=plan.attention.implementation,
@@ -106,6 +106,11 @@ def summarize_dry_run(config: ExperimentConfig) -> DryRunReport:
         warnings=plan.warnings,
     )
     return dataclasses.replace(report, advice=_advise(plan, report))
+
+
+def _describe_model(config: ExperimentConfig) -> str:
+    name = config.model.name_or_path or config.model.name
+    return f"{name} with random weights" if config.model.init == "random" else name
 
 
 def _prompt_lengths(config: ExperimentConfig) -> tuple[list[int], bool]:
@@ -153,7 +158,7 @@ def _advise(plan: RunPlan, report: DryRunReport) -> list[str]:
         advice.append("sampling.max_new_tokens or the prompts' lengths: not one request fits at full length")
     elif report.requests_that_fit < report.num_requests:
         advice.append(
-            f"nothing necessarily: {report.requests_that_fit} requests run at once and the others wait; "
-            "dataset.num_prompts, dataset.num_generations or sampling.max_new_tokens would let all run at once"
+            f"only to run all requests at once ({report.requests_that_fit} do, the others wait): dataset.num_prompts, "
+            "dataset.num_generations or sampling.max_new_tokens"
         )
     return advice

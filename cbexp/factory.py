@@ -83,7 +83,7 @@ def build_driver(
     return SyncCBDriver(
         loaded.model,
         # An empty one: nothing of the model's own generation config may leak in.
-        GenerationConfig(),  # type: ignore[no-untyped-call]
+        GenerationConfig(),
         CBSyncConfig(
             max_new_tokens=plan.max_new_tokens,
             eos_token_id=eos_token_ids,

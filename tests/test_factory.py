@@ -469,8 +469,9 @@ def test_a_dry_run_counts_by_hand(free_memory):
     assert report.tokens_that_fit % 16 == 0
     json.dumps(report.to_dict())
     lines = dict(report.rows())
-    assert lines["KV cache per token"] == "256 bytes"
-    assert lines["requests at once"] == "8 fit, a round has 8"
+    assert lines["KV per token"] == "256 bytes"
+    assert lines["at once"] == "8 requests fit, a round has 8"
+    assert all(len(label) <= 12 for label in lines)
 
 
 def test_a_dry_run_says_what_to_lower(free_memory):
@@ -498,7 +499,7 @@ def test_a_dry_run_reads_no_prompts_and_says_so(monkeypatch, free_memory):
     config.model = ModelConfig(name="tiny", name_or_path="builtin:tiny", device="cpu")
     report = summarize_dry_run(config)
     assert report.is_prompt_length_assumed
-    assert "prompts taken as 256 tokens" in dict(report.rows())["longest request"]
+    assert "prompts taken as 256 tokens" in dict(report.rows())["request"]
     assert report.num_parameters > 500_000
 
 

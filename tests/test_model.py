@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from huggingface_hub.errors import (
@@ -190,6 +191,25 @@ def test_random_weights_are_created_on_the_device_itself(monkeypatch):
     assert loaded.weight_bytes > 80e9
 
 
+@pytest.mark.gpu
+def test_a_4b_model_is_built_on_the_gpu_in_seconds_without_host_copies():
+    values = {
+        **QWEN3,
+        "vocab_size": 151_936,
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    }
+    host_before = psutil.Process().memory_info().rss
+    loaded = load(ModelConfig(init="random", architecture=values, device="cuda"))
+    assert loaded.weight_bytes == 2 * loaded.num_parameters == 2 * 4_022_468_096
+    assert loaded.load_s < 60
+    assert psutil.Process().memory_info().rss - host_before < 8e9
+
+
 @pytest.mark.parametrize(
     "values",
     [
@@ -274,6 +294,16 @@ def test_the_embedded_model_is_found():
 def test_a_missing_folder_is_named(name):
     with pytest.raises(ModelError, match="there is no such folder"):
         load_architecture(pretrained(name))
+
+
+def test_a_folder_has_no_revisions(saved):
+    with pytest.raises(ModelError, match="is a folder here and has no revisions: remove revision=v2"):
+        load_architecture(pretrained(saved, revision="v2"))
+
+
+def test_special_ids_are_those_of_the_models_configs(saved):
+    assert load(pretrained(saved)).special_token_ids == {257}
+    assert load(random_init({**QWEN3, "bos_token_id": 1, "pad_token_id": 0})).special_token_ids == {0, 1, 257}
 
 
 def test_a_file_is_no_model(tmp_path):
