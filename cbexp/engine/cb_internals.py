@@ -49,6 +49,7 @@ __all__ = [
     "describe_processor",
     "generated_ids",
     "infer_max_single_request_tokens",
+    "max_request_tokens",
     "require_paged_attention",
     "sector_slack_blocks",
 ]
@@ -135,6 +136,16 @@ def build_processor(model: PreTrainedModel, settings: EngineSettings) -> Continu
             ),
             distributed_helper=helper,
         )
+
+
+def max_request_tokens(cache: PagedAttentionCache) -> int | None:
+    """Most tokens of one request that the cache, while empty, can store; None when there is no such limit.
+
+    A model with sliding layers alone needs no more than its window, however long the request.
+    """
+    longest = infer_max_single_request_tokens(cache)
+    window: int | None = cache.read_cache_limit
+    return None if window is not None and longest >= window else longest
 
 
 def build_request_state(

@@ -34,7 +34,7 @@ class EngineSlot:
 
     @property
     def max_stored_tokens(self) -> int | None:
-        """Tokens of one request that the cache holds at most; None while the cache may grow."""
+        """Tokens of one request that the cache holds at most; None when it may grow or holds requests of any length."""
         if self._engine is None or self._config.num_blocks is None:
             return None
         return self._engine.max_request_tokens

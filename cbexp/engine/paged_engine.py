@@ -19,7 +19,7 @@ from cbexp.engine.cb_internals import (
     child_id,
     describe_processor,
     generated_ids,
-    infer_max_single_request_tokens,
+    max_request_tokens,
 )
 from cbexp.engine.request_book import PromptGroup
 from cbexp.engine.types import StepKind
@@ -50,8 +50,8 @@ class EngineStep:
 class PagedEngine:
     """One processor with its cache, reused over drives; every request lives and dies inside one drive.
 
-    Fixed at construction: `num_blocks`, `max_request_tokens` (what an empty cache holds of one request) and `resolved`
-    (settings as they run, plain JSON values).
+    Fixed at construction: `num_blocks`, `max_request_tokens` (what an empty cache holds of one request; None: no
+    limit) and `resolved` (settings as they run, plain JSON values).
     """
 
     def __init__(self, model: PreTrainedModel, settings: EngineSettings) -> None:
@@ -64,7 +64,7 @@ class PagedEngine:
         self._outputs = self._processor.output_router.output_queue
         self._caller_ids: dict[str, str] = {}
         self.num_blocks = int(self._cache.num_blocks)
-        self.max_request_tokens = infer_max_single_request_tokens(self._cache)
+        self.max_request_tokens = max_request_tokens(self._cache)
         self.resolved: dict[str, Any] = describe_processor(self._processor)
 
     @property

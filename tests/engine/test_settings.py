@@ -1,0 +1,155 @@
+"""Which setting wins, what of a generation config counts, and what is recorded of it all."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from transformers import GenerationConfig
+
+from cbexp.engine import EngineError
+
+
+def lengths(driver, prompts, **kwargs):
+    driver.add_requests(prompts, **kwargs)
+    return [len(c) for c in driver.drive_until_empty().values()]
+
+
+def test_max_new_tokens_request_over_config_over_generation_config(shared_model, make_driver, prompts):
+    model = shared_model("qwen3")
+    two = prompts[:2]
+    from_generation_config = make_driver(model, GenerationConfig(max_new_tokens=2), max_new_tokens=None)
+    assert lengths(from_generation_config, two) == [2, 2]
+    from_config = make_driver(model, GenerationConfig(max_new_tokens=2), max_new_tokens=3)
+    assert lengths(from_config, two) == [3, 3]
+    assert lengths(from_config, two, max_new_tokens=4) == [4, 4]
+    assert lengths(from_config, two, max_new_tokens=[1, 5]) == [1, 5]
+    assert lengths(from_config, two) == [3, 3]
+
+
+def test_the_models_own_generation_config_is_the_last_resort(new_model, make_driver, prompts):
+    model = new_model("qwen3")
+    model.generation_config.max_new_tokens = 4
+    assert lengths(make_driver(model, max_new_tokens=None), prompts[:1]) == [4]
+
+
+def test_max_new_tokens_set_nowhere(shared_model, make_driver, prompts):
+    driver = make_driver(shared_model("qwen3"), max_new_tokens=None)
+    with pytest.raises(ValueError, match="max_new_tokens is set nowhere"):
+        driver.add_requests(prompts)
+    assert lengths(driver, prompts[:1], max_new_tokens=1) == [1]
+
+
+def test_eos_config_over_generation_config(shared_model, make_driver, prompts, reference):
+    model, prompt = shared_model("qwen3"), prompts[5]
+    full = reference("qwen3", prompt, 12)
+    early, late = full[2], next(token for token in full[5:] if token not in full[:5])
+    early_length, late_length = full.index(early) + 1, full.index(late) + 1
+    given = GenerationConfig(eos_token_id=early)
+    assert lengths(make_driver(model, given), [prompt]) == [early_length]
+    assert lengths(make_driver(model, given, eos_token_id=late), [prompt]) == [late_length]
+    assert lengths(make_driver(model, given, eos_token_id=[late, early]), [prompt]) == [early_length]
+    assert lengths(make_driver(model, given, eos_token_id=()), [prompt]) == [12]
+    # Upstream leaves -1 in a config without EOS.
+    assert lengths(make_driver(model, GenerationConfig(eos_token_id=-1)), [prompt]) == [12]
+
+
+def test_nothing_else_of_a_generation_config_leaks_in(new_model, make_driver, prompts, reference):
+    model = new_model("qwen3")
+    model.generation_config = GenerationConfig(
+        do_sample=True,
+        temperature=5.0,
+        top_k=3,
+        repetition_penalty=3.0,
+        no_repeat_ngram_size=1,
+        num_return_sequences=4,
+        min_new_tokens=2,
+        forced_eos_token_id=90,
+        suppress_tokens=list(range(40)),
+        max_length=5,
+        stop_strings=["x"],
+    )
+    for given in (None, model.generation_config):
+        driver = make_driver(model, given)
+        request_ids = driver.add_requests(prompts)
+        completions = driver.drive_until_empty()
+        assert list(completions) == request_ids
+        expected = [reference("qwen3", prompt, 12) for prompt in prompts]
+        assert [c.completion_ids for c in completions.values()] == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("compile_mode", "default"), ("cuda_graph", True), ("do_sample", True)]
+)
+def test_what_is_not_available_yet_is_refused_in_one_line(shared_model, make_driver, name, value):
+    with pytest.raises(EngineError, match=f"{name}={value!r} is not available yet") as error:
+        make_driver(shared_model("qwen3"), **{name: value})
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("page_size", 3),
+        ("num_blocks", 0),
+        ("max_batch_tokens", 0),
+        ("max_requests_per_batch", 0),
+        ("max_new_tokens", 0),
+        ("scheduler", "lifo"),
+        ("eos_token_id", 97),
+        ("eos_token_id", [1, -1]),
+        ("pad_token_id", -5),
+    ],
+)
+def test_impossible_values_are_named(shared_model, make_driver, name, value):
+    with pytest.raises(ValueError, match=name):
+        make_driver(shared_model("qwen3"), **{name: value})
+
+
+def test_resolved_settings_are_plain_json_and_what_runs(shared_model, make_driver):
+    driver = make_driver(
+        shared_model("llama"), num_blocks=40, eos_token_id=7, pad_token_id=0, scheduler="prefill_first"
+    )
+    resolved = driver.resolved
+    assert json.loads(json.dumps(resolved)) == resolved
+    assert resolved | {"cache_bytes": 0, "transformers": ""} == {
+        "transformers": "",
+        "model_class": "LlamaForCausalLM",
+        "attn_implementation": "eager",
+        "dtype": "float32",
+        "device": "cpu",
+        "do_sample": False,
+        "max_new_tokens": 12,
+        "eos_token_ids": [7],
+        "pad_token_id": 0,
+        "has_growing_cache": False,
+        "page_size": 8,
+        "num_blocks": 40,
+        "cache_tokens": 320,
+        "cache_bytes": 0,
+        "max_batch_tokens": 256,
+        "max_requests_per_batch": 40,
+        "max_blocks_per_request": 0,
+        "decode_fast_path": False,
+        "block_sharing": False,
+        "scheduler": "prefill_first",
+        "async_batching": False,
+        "cuda_graph": False,
+        "compile_mode": None,
+        "cpu_offload_gib": 0.0,
+        "max_memory_fraction": 0.9,
+    }
+    # Keys and values, two layers, two heads of 8 in fp32: 256 bytes a token; two trash sectors of one block each.
+    assert resolved["cache_bytes"] == 256 * 8 * (40 + 2)
+
+
+def test_block_sharing_is_recorded_as_it_runs(shared_model, make_driver):
+    """Models with sliding windows cannot share, whatever was asked."""
+    for family, is_shared in (("qwen3", True), ("mistral", False)):
+        driver = make_driver(shared_model(family), num_blocks=40, allow_block_sharing=True)
+        assert driver.resolved["block_sharing"] is is_shared
+
+
+def test_batches_never_hold_more_requests_than_tokens(shared_model, make_driver):
+    driver = make_driver(shared_model("qwen3"), num_blocks=40, max_batch_tokens=6, max_requests_per_batch=30)
+    assert driver.resolved["max_requests_per_batch"] == 6
