@@ -28,12 +28,16 @@ from cbexp.errors import ConfigError, MemoryBudgetError, ModelError, NotApplicab
 from cbexp.factory import RunPlan, build_driver, build_plan, resolve_stop_ids, summarize_dry_run
 from cbexp.memory import estimate_cache_cost
 from cbexp.model import LoadedModel, load_model, load_tokenizer
-from tests.model_fixtures import QWEN3, TINY, build_tokenizer
+from tests.model_fixtures import QWEN3 as TIED_QWEN3
+from tests.model_fixtures import TINY, build_tokenizer
 
 CPU = torch.device("cpu")
 GIB = 1024**3
-GEMMA2 = {**TINY, "model_type": "gemma2", "query_pre_attn_scalar": 8, "sliding_window": 16}
-MISTRAL = {**TINY, "model_type": "mistral", "sliding_window": 16}
+# Weights large enough, and an output of its own, for completions that do not repeat one token.
+VARIED = {"tie_word_embeddings": False, "initializer_range": 0.3}
+QWEN3 = {**TIED_QWEN3, **VARIED}
+GEMMA2 = {**TINY, **VARIED, "model_type": "gemma2", "query_pre_attn_scalar": 8, "sliding_window": 16}
+MISTRAL = {**TINY, **VARIED, "model_type": "mistral", "sliding_window": 16}
 
 
 def experiment(
@@ -369,6 +373,7 @@ def test_ids_outside_of_the_vocabulary_are_refused(sampling, message):
 def test_every_driver_gives_the_same_completions(architecture, peers):
     _, expected = run(experiment(architecture))
     assert [len(completion) for completion in expected] == [8, 8, 8, 8]
+    assert len({token_id for completion in expected for token_id in completion}) > 12
     for driver in peers:
         assert run(experiment(architecture, driver))[1] == expected
 
