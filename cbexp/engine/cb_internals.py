@@ -57,6 +57,9 @@ __all__ = [
 # Share of the free memory that the cache and its buffers may take: upstream's own figure without logits processors.
 MAX_MEMORY_FRACTION = 0.9
 
+# FlashAttention 2 reads a cache through a block table in pages of a multiple of this many tokens.
+FLASH_2_PAGE_TOKENS = 256
+
 
 @dataclass(frozen=True)
 class EngineSettings:
@@ -262,9 +265,12 @@ def _resolve_config(
 def _block_table_width(config: PreTrainedConfig, settings: EngineSettings, device: torch.device) -> int:
     """Blocks of the longest request that model and cache admit, where decode can read the cache through a block table.
 
-    That takes FlashAttention 2 or 3 on CUDA and no sliding window; elsewhere 0 turns this path off.
+    That takes CUDA, no sliding window, and FlashAttention 3, or 2 with pages that suit it; elsewhere 0 turns it off.
     """
-    has_kernel = device.type == "cuda" and is_flash_attention_requested(config, version=[2, 3])
+    has_kernel = device.type == "cuda" and (
+        is_flash_attention_requested(config, version=3)
+        or (is_flash_attention_requested(config, version=2) and settings.page_size % FLASH_2_PAGE_TOKENS == 0)
+    )
     if not has_kernel or SLIDING_ATTENTION in _group_layers(config):
         return 0
     cache_tokens = settings.num_blocks * settings.page_size

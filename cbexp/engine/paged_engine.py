@@ -75,7 +75,8 @@ class PagedEngine:
             for allocator in self._cache.cache_allocators.values()
         )
         total_bytes = self._cache.num_sectors * self._cache.bytes_per_sector
-        return float(1.0 - self._cache.compute_free_capacity() - kept_bytes / total_bytes)
+        free_bytes = self._cache.compute_free_capacity(relative=False)
+        return float((total_bytes - free_bytes - kept_bytes) / total_bytes)
 
     @property
     def num_referenced_blocks(self) -> int:

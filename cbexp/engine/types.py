@@ -101,6 +101,7 @@ class CBSyncConfig:
     `pad_token_id` is recorded only, since no batch is padded yet. `page_size` and `max_batch_tokens` are in tokens.
     `num_blocks` None sizes the cache for the largest round so far: one that needs more rebuilds it before it starts.
     `max_requests_per_batch` None serves every active request in each step (within `max_batch_tokens`).
+    `on_step(step_index, info)` is called on the host after each step; the index counts steps over the driver's life.
     """
 
     max_new_tokens: int | None = None

@@ -19,6 +19,7 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from cbexp.engine.cb_internals import (
     EngineSettings,
+    _block_table_width,
     build_processor,
     build_request_state,
     child_id,
@@ -163,6 +164,32 @@ def test_flash_versions_are_told_by_name():
 
     assert [is_2_or_3(f"flash_attention_{version}") for version in (2, 3, 4)] == [True, True, False]
     assert not is_2_or_3("sdpa")
+
+
+@pytest.mark.parametrize(
+    ("attention", "device", "changes", "width"),
+    [
+        # 4096 positions in pages of 256, or what a smaller cache holds.
+        ("flash_attention_3", "cuda", {}, 16),
+        ("flash_attention_3", "cuda", {"num_blocks": 5}, 5),
+        ("flash_attention_3", "cuda", {"page_size": 100}, 41),
+        ("flash_attention_2", "cuda", {}, 16),
+        # FlashAttention 2 wants pages of a multiple of 256.
+        ("flash_attention_2", "cuda", {"page_size": 128}, 0),
+        ("flash_attention_4", "cuda", {}, 0),
+        ("sdpa", "cuda", {}, 0),
+        ("flash_attention_3", "cpu", {}, 0),
+    ],
+)
+def test_the_block_table_holds_the_longest_request(attention, device, changes, width):
+    config = Qwen3Config(max_position_embeddings=4096)
+    config._attn_implementation = attention
+    settings = {"page_size": 256, "num_blocks": 100, "max_batch_tokens": 64, "max_requests_per_batch": 8}
+    settings |= {"allow_block_sharing": False, "scheduler": "fifo"} | changes
+    assert _block_table_width(config, EngineSettings(**settings), torch.device(device)) == width
+    windowed = Qwen3Config(layer_types=["sliding_attention"] * 32, sliding_window=64)
+    windowed._attn_implementation = attention
+    assert _block_table_width(windowed, EngineSettings(**settings), torch.device(device)) == 0
 
 
 # The cache
