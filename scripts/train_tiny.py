@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import platform
 import tempfile
 import time
@@ -28,6 +29,9 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from cbexp.arithmetic import Question, build_questions, verify_answer
+
+# What deterministic algorithms ask of cuBLAS; it is read when CUDA starts.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 START, END, PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 CHAT_TEMPLATE = (
@@ -259,6 +263,8 @@ def main() -> None:
     start_s = time.monotonic()
     torch.manual_seed(arguments.seed)
     torch.set_float32_matmul_precision("high")  # TF32 where the GPU has it
+    # The same seed on the same machine and versions gives the same weights, bit for bit.
+    torch.use_deterministic_algorithms(True)
     tokenizer = build_tokenizer()
     model = build_model(tokenizer).to(arguments.device)
     tokens = build_training_tokens(tokenizer, arguments.num_questions, arguments.seed)
