@@ -24,8 +24,8 @@ RANDOM_LORA_B_STD = 0.02
 class AttachedAdapter:
     """A model with its adapter: a PEFT model, or the base model when there is none or it is merged.
 
-    `dtype` is that of the adapter's weights and products: PEFT keeps them in float32 on a half-precision base. None when
-    no adapter is computed apart.
+    `dtype` is that of the adapter's weights and products: PEFT keeps them in float32 on a half-precision base. None
+    when no adapter is computed apart.
     """
 
     model: Any

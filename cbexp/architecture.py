@@ -1,4 +1,4 @@
-"""A model's architecture without its weights: read, or built from values; what paged generation cannot run is refused."""
+"""A model's architecture without its weights: read, or built from values; what cannot run on a paged cache is refused."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def _word_problem(problem: _Problem, rng: random.Random) -> str:
 
 
 def _solve_problem(problem: _Problem) -> str:
-    """Write a line for each operation and a last line `= N`, as in `47+85: 7+5=12 4+8+1=13\\n= 132`."""
+    """Write a line for each operation, as in `47+85: 7+5=12 4+8+1=13`, and a last line `= 132`."""
     value, *operands = problem.operands
     lines = []
     for sign, operand in zip(problem.signs[1:], operands, strict=True):
@@ -156,8 +156,10 @@ def _solve_problem(problem: _Problem) -> str:
 
 
 def _solve_operation(value: int, sign: int, operand: int) -> str:
-    """Work out `value + sign * operand` in columns, after rewriting it as a sum or difference that is not
-    negative, as in `12-90: -(90-12) 10-2=8 9-1-1=7`."""
+    """Work out `value + sign * operand` in columns.
+
+    It is first rewritten as a sum or difference that is not negative, as in `12-90: -(90-12) 10-2=8 9-1-1=7`.
+    """
     is_sum = (value >= 0) == (sign > 0)
     larger, smaller = abs(value), operand
     if not is_sum and operand > abs(value):
@@ -181,8 +183,10 @@ def _add_columns(first: int, second: int) -> list[str]:
 
 
 def _subtract_columns(larger: int, smaller: int) -> list[str]:
-    """Subtract digit by digit from the units; a column that borrows shows its upper digit plus 10, and the
-    next one a further `-1`."""
+    """Subtract digit by digit from the units.
+
+    A column that borrows shows its upper digit plus 10, and the next one a further `-1`.
+    """
     columns, borrow = [], 0
     for upper, lower in _digit_columns(larger, smaller):
         borrowed = upper - lower - borrow < 0
