@@ -1,4 +1,4 @@
-"""A model's architecture without its weights: read, or built from values; what a paged cache cannot serve is refused."""
+"""A model's architecture without its weights: read, or built from values; what paged caches cannot serve is refused."""
 
 from __future__ import annotations
 
