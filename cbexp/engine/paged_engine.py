@@ -113,10 +113,7 @@ class PagedEngine:
                 return None
             batch: list[FutureRequestState] = list(self._inputs.requests_in_batch)
             kind, used_fraction = _step_kind(batch), self.cache_used_fraction
-            # A parent keeps its last prompt token for its forks. After a prefix match, or with a one-token prompt, that
-            # leaves it nothing to run; a batch of such parents has no forward.
-            if self._inputs.num_q_tokens > 0:
-                self._processor._generation_step(model)
+            self._run_forward(model)
             self._processor.update_batch()
         return EngineStep(
             kind=kind,
@@ -161,6 +158,20 @@ class PagedEngine:
         del self._processor, self._scheduler, self._cache, self._inputs
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _run_forward(self, model: PreTrainedModel) -> None:
+        """Run the prepared batch, of which some rows may have no token.
+
+        A parent keeps its last prompt token for its forks. With a one-token prompt, or after a prefix match, that
+        leaves it nothing to run; a batch of such parents has no forward.
+        """
+        num_tokens, num_rows = self._inputs.num_q_tokens, self._inputs.num_request_in_batch
+        if num_tokens == 0:
+            return
+        if num_rows > num_tokens:
+            # Upstream clears one index a token and reads one a row: an older batch's would point beyond this one.
+            self._inputs.logits_indices[num_tokens:num_rows].zero_()
+        self._processor._generation_step(model)
 
     def _to_caller_ids(self, batch: Iterable[FutureRequestState]) -> tuple[str, ...]:
         return tuple(self._caller_ids[future.state.request_id] for future in batch)

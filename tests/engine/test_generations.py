@@ -63,6 +63,11 @@ def test_one_token_prompts(check, family, prompts):
     check(family, prompts, 3)
 
 
+def test_more_rows_without_a_token_than_tokens(check, make_prompts):
+    """One token is read beside parents that have none to run, after a batch in which as many rows had one each."""
+    check("qwen3", [*make_prompts((13,)), [1], [2], [3]], 5, max_batch_tokens=4)
+
+
 def test_a_matched_prefix_that_leaves_one_token(check, make_prompts):
     """17 tokens on pages of 8: an equal second prompt finds 16 of them cached, so a step may have nothing to run."""
     (prompt,) = make_prompts((17,))
