@@ -1,6 +1,6 @@
-"""`python -m cbexp`: see `cbexp.cli`."""
+"""`python -m cbexp`: see `cbexp.cli.command_line`."""
 
-from cbexp.cli import main
+from cbexp.cli.command_line import main
 
 if __name__ == "__main__":
     main()

@@ -25,8 +25,8 @@ from cbexp.environment import (
 from cbexp.errors import CbexpError, ConfigError, MemoryBudgetError, NotApplicableError, ResultsError
 from cbexp.factory import RunPlan, build_plan, summarize_dry_run
 from cbexp.job import Job
-from cbexp.memory import format_gib
-from cbexp.plan import what_to_lower
+from cbexp.model.memory import format_gib
+from cbexp.planning.plan import what_to_lower
 from cbexp.tracking import start_tracking
 
 BadEnd = Literal["failed", "out_of_memory", "interrupted", "not_applicable"]

@@ -5,19 +5,19 @@ from __future__ import annotations
 import transformers
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from cbexp.cache_sizing import CacheSize, check_prompt_lengths, max_requests_in_memory, size_cache
-from cbexp.compile_choice import apply_compile_settings
 from cbexp.config import ExperimentConfig
-from cbexp.dataset import PromptSet
-from cbexp.dry_run import DryRunReport, summarize_dry_run
+from cbexp.dataset.prompts import PromptSet
 from cbexp.engine import CBSyncConfig, OnStep, RolloutDriver, SyncCBDriver, check_transformers_version
 from cbexp.errors import ConfigError
-from cbexp.memory import free_memory_bytes
-from cbexp.model import LoadedModel
+from cbexp.model.loading import LoadedModel
+from cbexp.model.memory import free_memory_bytes
 from cbexp.peers.base import PeerConfig
 from cbexp.peers.generate import GenerateDriver
 from cbexp.peers.manager import ManagerDriver
-from cbexp.plan import RunPlan, build_plan
+from cbexp.planning.cache_sizing import CacheSize, check_prompt_lengths, max_requests_in_memory, size_cache
+from cbexp.planning.compile_choice import apply_compile_settings
+from cbexp.planning.dry_run import DryRunReport, summarize_dry_run
+from cbexp.planning.plan import RunPlan, build_plan
 
 __all__ = ["DryRunReport", "RunPlan", "build_driver", "build_plan", "resolve_stop_ids", "summarize_dry_run"]
 

@@ -12,14 +12,14 @@ from transformers import PreTrainedTokenizerBase
 from cbexp import metrics
 from cbexp.artifacts import RunDirectory
 from cbexp.config import ExperimentConfig
-from cbexp.dataset import PromptSet, load_prompts
+from cbexp.dataset.prompts import PromptSet, load_prompts
 from cbexp.display import ProgressDisplay
 from cbexp.engine.types import RolloutDriver, StepInfo
 from cbexp.environment import measure_memory, reset_peak_memory
 from cbexp.errors import RequestsFailedError
 from cbexp.factory import RunPlan, build_driver, resolve_stop_ids
 from cbexp.metrics import RequestRecord, RoundRecord, RunFacts
-from cbexp.model import LoadedModel, load_model, load_tokenizer
+from cbexp.model.loading import LoadedModel, load_model, load_tokenizer
 from cbexp.rounds import RoundResult, RoundRunner, describe_failures
 from cbexp.tracking import Tracker
 

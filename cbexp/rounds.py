@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from cbexp.dataset import PromptSet
+from cbexp.dataset.prompts import PromptSet
 from cbexp.engine.types import Completion, RolloutDriver
 from cbexp.environment import synchronize
 

@@ -1,4 +1,4 @@
-"""Trains the embedded tiny model: a Qwen3 of about a million parameters that solves `cbexp.arithmetic`.
+"""Trains the embedded tiny model: a Qwen3 of about a million parameters that solves `cbexp.dataset.arithmetic`.
 
 On one GPU this takes minutes. One CPU core needs less than 40 minutes for more but smaller steps:
 
@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from cbexp.arithmetic import Question, build_questions, verify_answer
+from cbexp.dataset.arithmetic import Question, build_questions, verify_answer
 
 # What deterministic algorithms ask of cuBLAS; it is read when CUDA starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

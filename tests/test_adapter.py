@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from cbexp.config import AdapterConfig, ModelConfig
 from cbexp.errors import ModelError
-from cbexp.model import LoadedModel, load_model
+from cbexp.model.loading import LoadedModel, load_model
 from tests.model_fixtures import QWEN3
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

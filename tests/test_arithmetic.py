@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 
-from cbexp import arithmetic
-from cbexp.arithmetic import build_questions, verify_answer
+from cbexp.dataset import arithmetic
+from cbexp.dataset.arithmetic import build_questions, verify_answer
 from cbexp.errors import DatasetError
 
 # Verbs whose operands stand in the other order: "Add 5 to 12", "Take 5 away from 12", "Subtract 5 from 12".

@@ -10,8 +10,8 @@ import pytest
 import yaml
 from hydra.core.global_hydra import GlobalHydra
 
-from cbexp.cli import main
-from cbexp.composer import name_job_folder
+from cbexp.cli.command_line import main
+from cbexp.cli.composer import name_job_folder
 from cbexp.errors import ConfigError, DatasetError
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -407,7 +407,7 @@ def run_python(folder, *arguments):
 )
 def test_help_and_errors_do_not_load_torch(tmp_path, arguments, code):
     script = (
-        "import sys\nfrom cbexp.cli import main\ncode = 0\n"
+        "import sys\nfrom cbexp.cli.command_line import main\ncode = 0\n"
         f"try:\n    main({arguments!r})\nexcept SystemExit as end:\n    code = end.code\n"
         "print(code, [name for name in ('torch', 'transformers', 'wandb', 'datasets') if name in sys.modules])"
     )

@@ -8,8 +8,9 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from cbexp.cli import conf_dir
-from cbexp.composer import parse_arguments, register_job_folder
+from cbexp.cli.command_line import conf_dir
+from cbexp.cli.composer import parse_arguments, register_job_folder
+from cbexp.cli.preflight import check_command
 from cbexp.config import (
     COMPILE_MODES,
     DATASET_KINDS,
@@ -18,8 +19,7 @@ from cbexp.config import (
     ExperimentConfig,
     register_schema,
 )
-from cbexp.idle_settings import idle_settings
-from cbexp.preflight import check_command
+from cbexp.planning.idle_settings import idle_settings
 
 CHOICES = sorted(
     (path.parent.name, path.stem) for path in conf_dir().glob("*/*.yaml") if path.parent.parent == conf_dir()

@@ -18,7 +18,7 @@ from cbexp.config import (
     to_plain_dict,
 )
 from cbexp.errors import ConfigError
-from cbexp.idle_settings import idle_settings
+from cbexp.planning.idle_settings import idle_settings
 
 SYNTHETIC = {"name": "synthetic", "kind": "synthetic", "min_length": 4, "max_length": 8}
 HUB = {"name": "rows", "kind": "hub", "path": "org/rows", "split": "train", "prompt_field": "question"}

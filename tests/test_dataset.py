@@ -12,7 +12,7 @@ import pytest
 from huggingface_hub.errors import OfflineModeIsEnabled
 
 from cbexp.config import DatasetConfig
-from cbexp.dataset import PromptSet, load_prompts, needs_tokenizer
+from cbexp.dataset.prompts import PromptSet, load_prompts, needs_tokenizer
 from cbexp.errors import DatasetError
 from tests.model_fixtures import build_tokenizer
 

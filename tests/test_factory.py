@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from cbexp import cache_sizing, dry_run, factory
-from cbexp import plan as planning
+from cbexp import factory
 from cbexp.config import (
     CacheConfig,
     CompileConfig,
@@ -22,12 +21,14 @@ from cbexp.config import (
     ModelConfig,
     SamplingConfig,
 )
-from cbexp.dataset import PromptSet, load_prompts
+from cbexp.dataset.prompts import PromptSet, load_prompts
 from cbexp.engine import StepInfo
 from cbexp.errors import ConfigError, MemoryBudgetError, ModelError, NotApplicableError
 from cbexp.factory import RunPlan, build_driver, build_plan, resolve_stop_ids, summarize_dry_run
-from cbexp.memory import estimate_cache_cost
-from cbexp.model import LoadedModel, load_model, load_tokenizer
+from cbexp.model.loading import LoadedModel, load_model, load_tokenizer
+from cbexp.model.memory import estimate_cache_cost
+from cbexp.planning import cache_sizing, dry_run
+from cbexp.planning import plan as planning
 from tests.model_fixtures import QWEN3 as TIED_QWEN3
 from tests.model_fixtures import TINY, build_tokenizer
 
@@ -497,7 +498,7 @@ def test_a_dry_run_reads_no_prompts_and_says_so(monkeypatch, free_memory):
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a dry run loads nothing")
 
-    monkeypatch.setattr("cbexp.rows.load_rows", refuse)
+    monkeypatch.setattr("cbexp.dataset.rows.load_rows", refuse)
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", refuse)
     config = experiment()
     config.dataset = DatasetConfig(kind="arithmetic")

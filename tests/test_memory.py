@@ -12,7 +12,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.cache import PagedAttentionMemoryHandler
 
 from cbexp.errors import MemoryBudgetError
-from cbexp.memory import (
+from cbexp.model.memory import (
     CacheCost,
     cache_tokens_needed,
     check_fits,

@@ -21,10 +21,10 @@ from huggingface_hub.errors import (
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
-from cbexp.attention_choice import resolve_attention
 from cbexp.config import AdapterConfig, ModelConfig
 from cbexp.errors import ConfigError, ModelError, NotApplicableError
-from cbexp.model import load_architecture, load_model, load_tokenizer, resolve_device, resolve_dtype
+from cbexp.model.attention_choice import resolve_attention
+from cbexp.model.loading import load_architecture, load_model, load_tokenizer, resolve_device, resolve_dtype
 from tests.model_fixtures import QWEN3, TINY, save_model
 
 CPU = torch.device("cpu")
@@ -177,8 +177,8 @@ def test_random_weights_follow_the_seed_and_leave_the_generators_alone():
 
 def test_random_weights_are_created_on_the_device_itself(monkeypatch):
     """No tensor of a parameter's size may exist elsewhere first: on the meta device such a copy would fail."""
-    monkeypatch.setattr("cbexp.model.resolve_device", lambda name: torch.device("meta"))
-    monkeypatch.setattr("cbexp.model.resolve_dtype", lambda name, device: torch.bfloat16)
+    monkeypatch.setattr("cbexp.model.loading.resolve_device", lambda name: torch.device("meta"))
+    monkeypatch.setattr("cbexp.model.loading.resolve_dtype", lambda name, device: torch.bfloat16)
     huge = {
         **QWEN3,
         "vocab_size": 150_000,
@@ -416,7 +416,7 @@ def test_hub_failures_are_explained(monkeypatch, stage, failure, message, is_wra
     method = "get_config_dict" if stage == "config" else "from_pretrained"
     monkeypatch.setattr(targets[stage], method, fail)
     if stage == "weights":
-        monkeypatch.setattr("cbexp.model.load_architecture", lambda config: architecture)
+        monkeypatch.setattr("cbexp.model.loading.load_architecture", lambda config: architecture)
     message = message.replace("(", r"\(").replace(")", r"\)")
     with pytest.raises(ModelError, match=message) as caught:
         load_tokenizer(config) if stage == "tokenizer" else load(config)

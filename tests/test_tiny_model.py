@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import cbexp
-from cbexp.arithmetic import build_questions, verify_answer
+from cbexp.dataset.arithmetic import build_questions, verify_answer
 
 TINY = Path(cbexp.__file__).parent / "assets" / "tiny"
 

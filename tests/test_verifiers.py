@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from cbexp.verifiers import ANSWER_CHECKS, verify_arithmetic, verify_gsm8k, verify_math
+from cbexp.dataset.verifiers import ANSWER_CHECKS, verify_arithmetic, verify_gsm8k, verify_math
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from cbexp.config import ExperimentConfig
-from cbexp.memory import cache_tokens_needed, estimate_cache_cost, format_gib, free_memory_bytes
-from cbexp.plan import RunPlan, resolve_plan
-from cbexp.synthetic import draw_lengths
+from cbexp.dataset.synthetic import draw_lengths
+from cbexp.model.memory import cache_tokens_needed, estimate_cache_cost, format_gib, free_memory_bytes
+from cbexp.planning.plan import RunPlan, resolve_plan
 
 # Prompts of text are not read in a dry run; mathematics questions in chat form have 100 to 300 tokens.
 ASSUMED_PROMPT_TOKENS = 256

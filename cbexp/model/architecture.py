@@ -21,7 +21,7 @@ from cbexp.config import BUILTIN_PREFIX, ModelConfig
 from cbexp.errors import ModelError
 from cbexp.hub import Source, explained_loading, first_line, resolve_source
 
-BUILTIN_FOLDERS = {f"{BUILTIN_PREFIX}tiny": Path(__file__).parent / "assets" / "tiny"}
+BUILTIN_FOLDERS = {f"{BUILTIN_PREFIX}tiny": Path(__file__).parents[1] / "assets" / "tiny"}
 SUPPORTED_LAYER_TYPES = ("full_attention", "sliding_attention")
 # Accepted by transformers' configs beside their fields, and converted into `rope_parameters` and `dtype`.
 LEGACY_ARCHITECTURE_KEYS = ("rope_theta", "rope_scaling", "torch_dtype")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from cbexp.attention_choice import AttentionChoice
+from cbexp.model.attention_choice import AttentionChoice
 
 
 def build_random_model(

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from cbexp.arithmetic import build_questions
 from cbexp.config import DatasetConfig
+from cbexp.dataset.arithmetic import build_questions
 from cbexp.errors import DatasetError
 from cbexp.hub import Source, explained_loading, resolve_source
 

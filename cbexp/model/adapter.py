@@ -14,7 +14,7 @@ from cbexp.checks import describe_near_matches
 from cbexp.config import AdapterConfig
 from cbexp.errors import ModelError
 from cbexp.hub import Source, explained_loading, first_line, resolve_source
-from cbexp.random_model import seeded
+from cbexp.model.random_model import seeded
 
 # PEFT's own non-zero initialisation changes a layer's output by about two thirds; this one by about a tenth at rank 16.
 RANDOM_LORA_B_STD = 0.02

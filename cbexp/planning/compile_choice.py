@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from cbexp.attention_choice import AttentionChoice
 from cbexp.config import CompileConfig
 from cbexp.errors import ConfigError, NotApplicableError
+from cbexp.model.attention_choice import AttentionChoice
 from cbexp.peers.generate import SUPPORTED_COMPILE_MODES as GENERATE_COMPILE_MODES
 from cbexp.peers.manager import SUPPORTED_COMPILE_MODES as MANAGER_COMPILE_MODES
 from cbexp.peers.manager import resolve_compile_mode

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from cbexp.chat import PromptRenderer
 from cbexp.config import DatasetConfig
+from cbexp.dataset.chat import PromptRenderer
+from cbexp.dataset.rows import Row, load_rows
+from cbexp.dataset.synthetic import draw_prompts
+from cbexp.dataset.verifiers import ANSWER_CHECKS, Verifier
 from cbexp.errors import DatasetError
-from cbexp.rows import Row, load_rows
-from cbexp.synthetic import draw_prompts
-from cbexp.verifiers import ANSWER_CHECKS, Verifier
 
 
 @dataclass(frozen=True)

@@ -13,18 +13,18 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from cbexp.composer import HYDRA_VERSION_BASE, parse_arguments, register_job_folder
-from cbexp.config import register_schema
-from cbexp.errors import CbexpError, ConfigError, ResultsError
-from cbexp.job_runner import JobRunner, report_error, say
-from cbexp.preflight import PRIMARY_CONFIG, CheckedCommand, check_command
-from cbexp.sweep import (
+from cbexp.cli.composer import HYDRA_VERSION_BASE, parse_arguments, register_job_folder
+from cbexp.cli.job_runner import JobRunner, report_error, say
+from cbexp.cli.preflight import PRIMARY_CONFIG, CheckedCommand, check_command
+from cbexp.cli.sweep import (
     EXIT_BAD_CONFIG,
     EXIT_INTERRUPTED,
     EXIT_JOB_FAILED,
     choose_exit_code,
     format_sweep_table,
 )
+from cbexp.config import register_schema
+from cbexp.errors import CbexpError, ConfigError, ResultsError
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -55,7 +55,7 @@ def _find_version() -> str:
 
 def conf_dir() -> Path:
     """Return the folder of the shipped yamls: inside the package when installed, beside it in a checkout."""
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     installed = package / "conf"
     return installed if installed.is_dir() else package.parent / "conf"
 

@@ -15,9 +15,16 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from cbexp.composer import Composer, expand_sweep, open_composer, parse_overrides, placed_job, without_hydra
+from cbexp.cli.composer import (
+    Composer,
+    expand_sweep,
+    open_composer,
+    parse_overrides,
+    placed_job,
+    without_hydra,
+)
+from cbexp.cli.config_errors import explain_choice, explain_error, explain_unknown_setting
 from cbexp.config import ExperimentConfig
-from cbexp.config_errors import explain_choice, explain_error, explain_unknown_setting
 from cbexp.errors import CbexpError, ConfigError
 
 PRIMARY_CONFIG = "config"

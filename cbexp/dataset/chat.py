@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from cbexp.checks import describe_near_matches
 from cbexp.config import DatasetConfig
+from cbexp.dataset.rows import Row
 from cbexp.errors import DatasetError
-from cbexp.rows import Row
 
 _RESERVED_TEMPLATE_KWARGS = (
     "add_generation_prompt",

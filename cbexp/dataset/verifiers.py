@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from cbexp.arithmetic import verify_answer
+from cbexp.dataset.arithmetic import verify_answer
 
 Verifier = Callable[[str, str], bool]
 """Takes a completion's text and the reference answer."""

@@ -12,8 +12,8 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from cbexp.architecture import uses_remote_code
 from cbexp.errors import MemoryBudgetError
+from cbexp.model.architecture import uses_remote_code
 
 GIB = 1024**3
 INDEX_BYTES = 8

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cbexp.errors import ConfigError, MemoryBudgetError
-from cbexp.memory import (
+from cbexp.model.memory import (
     CacheCost,
     cache_tokens_needed,
     estimate_cache_cost,
     format_gib,
     request_blocks_needed,
 )
-from cbexp.plan import RunPlan, what_to_lower
+from cbexp.planning.plan import RunPlan, what_to_lower
 
 logger = logging.getLogger(__name__)
 

@@ -10,13 +10,12 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedConfig
 
-from cbexp.attention_choice import AttentionChoice, resolve_attention
-from cbexp.compile_choice import choose_compile_mode
 from cbexp.config import ExperimentConfig
-from cbexp.device import resolve_device, resolve_dtype
 from cbexp.errors import ConfigError
-from cbexp.idle_settings import idle_settings
-from cbexp.memory import (
+from cbexp.model.attention_choice import AttentionChoice, resolve_attention
+from cbexp.model.device import resolve_device, resolve_dtype
+from cbexp.model.loading import load_architecture
+from cbexp.model.memory import (
     CacheLayout,
     WeightSize,
     check_fits,
@@ -25,7 +24,8 @@ from cbexp.memory import (
     kv_bytes_per_token,
     measure_weights,
 )
-from cbexp.model import load_architecture
+from cbexp.planning.compile_choice import choose_compile_mode
+from cbexp.planning.idle_settings import idle_settings
 
 PAGE_SIZE = 256
 PAGE_SIZE_WITH_SHARING = 32

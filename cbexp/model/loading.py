@@ -15,15 +15,15 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from cbexp.adapter import attach_adapter
-from cbexp.architecture import load_architecture, model_source
-from cbexp.attention_choice import AttentionChoice, resolve_attention
 from cbexp.config import AdapterConfig, ModelConfig
-from cbexp.device import resolve_device, resolve_dtype
 from cbexp.errors import ModelError
 from cbexp.hub import Source, explained_loading
-from cbexp.memory import sum_weights
-from cbexp.random_model import build_random_model
+from cbexp.model.adapter import attach_adapter
+from cbexp.model.architecture import load_architecture, model_source
+from cbexp.model.attention_choice import AttentionChoice, resolve_attention
+from cbexp.model.device import resolve_device, resolve_dtype
+from cbexp.model.memory import sum_weights
+from cbexp.model.random_model import build_random_model
 
 __all__ = [
     "LoadedModel",

@@ -10,11 +10,11 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from cbexp.composer import list_overrides
+from cbexp.cli.composer import list_overrides
+from cbexp.cli.preflight import CheckedCommand, convert_config
+from cbexp.cli.sweep import BAD_CONFIG, JobResult
 from cbexp.config import SweepInfo
 from cbexp.errors import CbexpError, ConfigError
-from cbexp.preflight import CheckedCommand, convert_config
-from cbexp.sweep import BAD_CONFIG, JobResult
 
 
 class JobRunner:

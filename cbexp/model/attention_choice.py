@@ -14,9 +14,9 @@ from transformers.utils.import_utils import (
     is_flash_attn_4_available,
 )
 
-from cbexp.architecture import causal_model_class
 from cbexp.checks import check_choice
 from cbexp.errors import ConfigError, ModelError, NotApplicableError
+from cbexp.model.architecture import causal_model_class
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""The command line: checks every job, hands them to Hydra, and ends with one exit code."""

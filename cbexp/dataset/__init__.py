@@ -1,0 +1,1 @@
+"""From a dataset's name to prompts, their answers and the verifier that judges completions."""
