@@ -346,11 +346,12 @@ def test_bad_and_warmup_rounds_are_told_apart():
     assert "1 of 2 requests, accuracy 50.0 %, 0 FAILED, 1 LOST" in screen.words
 
 
-def test_terminal_shows_requests_tokens_and_cache_while_a_round_runs():
+def test_terminal_shows_requests_tokens_and_cache_while_a_round_runs(monkeypatch):
+    start_s = 100.0
+    monkeypatch.setattr("cbexp.display.progress.time.perf_counter", lambda: start_s)
     screen = Screen(is_terminal=True)
     with screen.display.showing_round(1, False, 32):
         assert "round 1: 32 requests are running" in screen.text
-        start_s = time.perf_counter()
         screen.display.on_step(0, StepInfo("prefill", 1, 32, 900, 0, None, start_s, start_s + 1.0, 0, 1, 0.5))
         screen.display.on_step(1, decode_step(start_s + 2.0, num_finished=2))
     assert "round 1: 1 of 32 requests done, about 32.0 output tokens/s, cache 50.0 %, 1.00 s" in screen.text

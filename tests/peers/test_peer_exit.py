@@ -56,7 +56,8 @@ def test_a_script_that_never_closes_its_drivers(ending, code):
     lines = [process.stdout.readline().strip() for _ in range(4)]
     end_s = time.perf_counter()
     assert process.wait(timeout=30) == code
-    assert time.perf_counter() - end_s < 5
+    # About 2 s of an idle machine; upstream's thread, not stopped, would keep the process for ever.
+    assert time.perf_counter() - end_s < 20
     assert lines == ["4", "4", "4", "end"]
     assert process.stderr.read() == ""
     process.stdout.close()
