@@ -48,7 +48,6 @@ __all__ = [
     "child_id",
     "describe_processor",
     "generated_ids",
-    "infer_max_single_request_tokens",
     "max_request_tokens",
     "require_paged_attention",
     "sector_slack_blocks",

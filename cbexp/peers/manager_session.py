@@ -11,7 +11,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from cbexp.engine.cb_internals import (
     child_id,
-    infer_max_single_request_tokens,
+    max_request_tokens,
     require_paged_attention,
     sector_slack_blocks,
 )
@@ -78,9 +78,9 @@ class ManagerSession(StopsAtExit):
         return described
 
     @property
-    def max_request_tokens(self) -> int:
-        """Tokens of one request that an empty cache holds. Started sessions only."""
-        return int(infer_max_single_request_tokens(self._processor.cache))
+    def max_request_tokens(self) -> int | None:
+        """Tokens of one request that an empty cache holds; None without such a limit. Started sessions only."""
+        return max_request_tokens(self._processor.cache)
 
     @property
     def shares_blocks(self) -> bool:

@@ -122,6 +122,16 @@ def test_sliding_windows(make_driver, prompts, generate_alone, model_class, conf
     assert [c.completion_ids for c in completions] == [ids for ids in expected for _ in range(2)]
 
 
+def test_manager_where_a_window_bounds_what_a_request_stores(make_manager, generate_alone):
+    torch.manual_seed(0)
+    config = MistralConfig(**(SHAPE | {"sliding_window": 8, "num_hidden_layers": 2, "pad_token_id": 0}))
+    model = MistralForCausalLM(config).eval()
+    prompt = list(range(1, 41))
+    # Four blocks of four tokens: more than a window, and far less than the prompt.
+    completion = drive(make_manager(model, num_blocks=4, page_size=4), [prompt])[0]
+    assert completion.completion_ids == generate_alone(model, prompt, 8)
+
+
 def test_more_requests_than_a_batch_takes(make_driver, qwen3, prompts, generate_alone):
     completions = drive(make_driver(qwen3, max_requests_per_batch=4), prompts, num_generations=2)
     expected = [generate_alone(qwen3, prompt, 8) for prompt in prompts]
