@@ -145,3 +145,19 @@ def test_dry_run_says_what_fits(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "4,022,468,096 parameters" in done.stdout
     assert f"{36 * 2 * 8 * 128 * 4:,} bytes" in done.stdout  # layers x (K, V) x heads x head size x float32
+
+
+def test_reader_that_goes_away_breaks_nothing(tmp_path):
+    shell = f"{sys.executable} -m cbexp {' '.join(QUICK)} | head -1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", shell], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.stderr == ""
+    assert done.returncode == 0
+    (run_dir,) = run_dirs(tmp_path)
+    assert json.loads((run_dir / "status.json").read_text())["status"] == "completed"
+    assert (run_dir / "summary.json").exists()
+
+
+def test_help_into_a_reader_that_goes_away(tmp_path):
+    shell = f"{sys.executable} -m cbexp --help | true"
+    done = subprocess.run(["bash", "-c", shell], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.stderr == ""

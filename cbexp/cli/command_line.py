@@ -14,12 +14,14 @@ import hydra
 from omegaconf import DictConfig
 
 from cbexp.cli.composer import HYDRA_VERSION_BASE, parse_arguments, register_job_folder
-from cbexp.cli.job_runner import JobRunner, report_error, say
+from cbexp.cli.job_runner import JobRunner, report_error, say, silence_stdout
 from cbexp.cli.preflight import PRIMARY_CONFIG, CheckedCommand, check_command
 from cbexp.cli.sweep import (
     EXIT_BAD_CONFIG,
+    EXIT_BROKEN_PIPE,
     EXIT_INTERRUPTED,
     EXIT_JOB_FAILED,
+    EXIT_OK,
     choose_exit_code,
     format_sweep_table,
 )
@@ -34,16 +36,27 @@ def main(argv: list[str] | None = None) -> None:
     this machine, 130 when interrupted.
     """
     arguments = sys.argv[1:] if argv is None else argv
+    try:
+        exit_code = _run(arguments)
+        sys.stdout.flush()
+    except (
+        BrokenPipeError
+    ):  # the reader of the output has gone (`| head`): say no more, to the interpreter neither
+        silence_stdout()
+        exit_code = EXIT_BROKEN_PIPE
+    if exit_code:
+        sys.exit(exit_code)
+
+
+def _run(arguments: list[str]) -> int:
     if "--version" in arguments:
         say(f"cbexp {_find_version()}")
-        return
+        return EXIT_OK
     register_schema()
     register_job_folder()
     with _command_line(arguments):
         args = parse_arguments(arguments)
-        exit_code = _show_information() if _asks_for_information(args) else _run_command(args)
-    if exit_code:
-        sys.exit(exit_code)
+        return _show_information() if _asks_for_information(args) else _run_command(args)
 
 
 def _find_version() -> str:

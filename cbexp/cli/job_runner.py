@@ -61,9 +61,19 @@ class JobRunner:
 
 
 def say(text: str) -> None:
-    """Write a line for the user, at once."""
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
+    """Write a line for the user, at once; when its reader has gone (`| head`), the sweep goes on unseen."""
+    try:
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        silence_stdout()
+
+
+def silence_stdout() -> None:
+    """Write nothing more to standard output, whose reader has gone."""
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, sys.stdout.fileno())
+    os.close(devnull)
 
 
 def report_error(error: CbexpError) -> None:

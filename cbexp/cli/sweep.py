@@ -11,6 +11,7 @@ EXIT_JOB_FAILED = 1
 EXIT_BAD_CONFIG = 2
 EXIT_NOT_APPLICABLE = 3
 EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141  # what a shell shows for SIGPIPE
 
 BAD_CONFIG = "bad_config"
 _FAILURES = ("failed", "out_of_memory", BAD_CONFIG)

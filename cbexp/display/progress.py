@@ -140,9 +140,19 @@ class ProgressDisplay:
                 self._live = None
 
 
+class _LastingConsole(Console):
+    """A console whose reader may go away (`| head`): the job goes on unseen, its records are on disk."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, self.file.fileno())
+        os.close(devnull)
+
+
 def _build_console(file: TextIO) -> Console:
     """At most 100 columns, and as many where the width is not known."""
-    console = Console(file=file, highlight=False)
+    console = _LastingConsole(file=file, highlight=False)
     is_width_known = console.is_terminal or "COLUMNS" in os.environ
     console.width = min(console.width, MAX_COLUMNS) if is_width_known else MAX_COLUMNS
     return console
