@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import platform
 import random
@@ -48,8 +49,12 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def hide_progress_bars() -> None:
-    """Keep other libraries' progress bars out of logs: they are for terminals."""
+def quiet_libraries() -> None:
+    """Keep other libraries' progress bars out of logs, and the hub client's retries off the screen.
+
+    What a retry was about is in the error that follows when none of them succeeds.
+    """
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")

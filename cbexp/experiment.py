@@ -17,8 +17,8 @@ from cbexp.display import ProgressDisplay
 from cbexp.engine.types import CacheMemoryError, EngineError
 from cbexp.environment import (
     collect_environment,
-    hide_progress_bars,
     limit_threads,
+    quiet_libraries,
     release_memory,
     seed_everything,
 )
@@ -33,6 +33,7 @@ BadEnd = Literal["failed", "out_of_memory", "interrupted", "not_applicable"]
 Status = Literal["completed", "dry_run", "bad_config"] | BadEnd
 MEMORY_ERRORS = (MemoryBudgetError, CacheMemoryError, torch.OutOfMemoryError)
 # Errors that are messages to the user; anything else is a bug, whose traceback goes to a file.
+ENDS_WITHOUT_MESSAGE: dict[type[BaseException], str] = {KeyboardInterrupt: "stopped by Ctrl-C"}
 EXPECTED_ERRORS = (CbexpError, EngineError, *MEMORY_ERRORS)
 
 
@@ -58,7 +59,7 @@ def run_experiment(
     written raises: `ResultsError`, since there is no place to record it.
     """
     display = ProgressDisplay()
-    hide_progress_bars()
+    quiet_libraries()
     if config.dry_run:
         display.print_dry_run(summarize_dry_run(config))
         return RunOutcome("dry_run", None)
@@ -154,7 +155,7 @@ def _end_badly(
     directory: RunDirectory, status: BadEnd, error: BaseException, told_as: Status | None = None
 ) -> RunOutcome:
     """Record how the job ended. When even that fails, the first error is the one to tell."""
-    message = str(error) or type(error).__name__
+    message = str(error) or ENDS_WITHOUT_MESSAGE.get(type(error), type(error).__name__)
     try:
         directory.mark(status, error)
     except ResultsError as lost:

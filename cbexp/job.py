@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
@@ -67,16 +67,15 @@ class Job:
         """
         config = self._config
         tokenizer = self._timed("load_tokenizer", lambda: self._load_tokenizer())
+        # Text is read before the weights, so that a bad file costs seconds. Random ids keep clear of special ones, and
+        # only the loaded model tells those.
+        prompts = self._load_prompts(tokenizer) if tokenizer is not None else None
         loaded = self._timed("load_model", lambda: load_model(config.model, config.adapter, config.seed))
-        prompts = self._timed(
-            "load_prompts",
-            lambda: load_prompts(
-                config.dataset, tokenizer, loaded.vocab_size, config.seed, loaded.special_token_ids
-            ),
-        )
+        if prompts is None:
+            prompts = self._load_prompts(None, loaded.special_token_ids)
         driver = self._build_driver(loaded, prompts, tokenizer)
         self._runner = RoundRunner(driver, prompts, tokenizer, config.dataset.num_generations, loaded.device)
-        self._timed("warmup", driver.warmup)
+        self._timed("driver_warmup", driver.warmup)
         for index in range(config.num_warmup_rounds + config.num_rounds):
             self._run_round(index, loaded, driver)
         self._write_engine(driver)
@@ -98,6 +97,15 @@ class Job:
         if self._config.dataset.kind == "synthetic":
             return None
         return load_tokenizer(self._config.model)
+
+    def _load_prompts(
+        self, tokenizer: PreTrainedTokenizerBase | None, special_ids: Collection[int] = ()
+    ) -> PromptSet:
+        config, vocab_size = self._config, int(self._plan.architecture.vocab_size)
+        return self._timed(
+            "load_prompts",
+            lambda: load_prompts(config.dataset, tokenizer, vocab_size, config.seed, special_ids),
+        )
 
     def _build_driver(
         self, loaded: LoadedModel, prompts: PromptSet, tokenizer: PreTrainedTokenizerBase | None

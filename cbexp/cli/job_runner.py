@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import traceback
 from pathlib import Path
@@ -56,8 +57,20 @@ class JobRunner:
         if self._command.is_multirun:
             group = config.tracking.group or f"{config.name}_{Path(node.sweep.dir).name}"
             sweep = SweepInfo(group, len(self._command.jobs), node.job.num)
-        outcome = run_experiment(config, Path(node.runtime.output_dir), overrides, sweep)
+        run_dir = Path(node.runtime.output_dir)
+        try:
+            outcome = run_experiment(config, run_dir, overrides, sweep)
+        finally:
+            if config.dry_run:
+                _remove_traces(run_dir)
         return JobResult(overrides, outcome.status, outcome.summary)
+
+
+def _remove_traces(run_dir: Path) -> None:
+    """Hydra makes a folder for every job; a dry run has nothing to put there."""
+    shutil.rmtree(run_dir / ".hydra", ignore_errors=True)
+    if run_dir.is_dir() and not any(run_dir.iterdir()):
+        run_dir.rmdir()
 
 
 def say(text: str) -> None:

@@ -129,5 +129,6 @@ def _check_field(field: str, known: Any, place: str) -> None:
 def _check_num_rows(config: DatasetConfig, num_rows: int, place: str) -> None:
     if num_rows < config.num_prompts:
         raise DatasetError(
-            f"dataset.num_prompts={config.num_prompts} are asked for, and {place} has {num_rows} rows."
+            f"dataset.num_prompts={config.num_prompts} are asked for, and {place} has {num_rows} rows: "
+            f"set dataset.num_prompts={num_rows} or less."
         )

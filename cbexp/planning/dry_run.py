@@ -77,7 +77,7 @@ def summarize_dry_run(config: ExperimentConfig) -> DryRunReport:
 
     Raises as `build_plan`, but for memory, which the report is about.
     """
-    plan = resolve_plan(config)
+    plan = resolve_plan(_without_hub(config))
     lengths, is_assumed = _prompt_lengths(config)
     num_requests = len(lengths) * config.dataset.num_generations
     needed = cache_tokens_needed(lengths, plan.max_new_tokens, config.dataset.num_generations, plan.page_size)
@@ -111,6 +111,13 @@ def summarize_dry_run(config: ExperimentConfig) -> DryRunReport:
 def _describe_model(config: ExperimentConfig) -> str:
     name = config.model.name_or_path or config.model.name
     return f"{name} with random weights" if config.model.init == "random" else name
+
+
+def _without_hub(config: ExperimentConfig) -> ExperimentConfig:
+    """Take the architecture from the configuration where it is written there, so that nothing is fetched."""
+    if not config.model.architecture:
+        return config
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, init="random"))
 
 
 def _prompt_lengths(config: ExperimentConfig) -> tuple[list[int], bool]:

@@ -28,6 +28,7 @@ from cbexp.planning.compile_choice import choose_compile_mode
 from cbexp.planning.idle_settings import idle_settings
 
 PAGE_SIZE = 256
+LARGE_FOR_A_CPU_BYTES = 2**30
 PAGE_SIZE_WITH_SHARING = 32
 # Beyond it, a step's logits and the scheduler's host work outweigh what a larger batch gains; upstream's own bound.
 MAX_REQUESTS_PER_BATCH = 1024
@@ -123,6 +124,7 @@ def resolve_plan(config: ExperimentConfig) -> RunPlan:
     compile_mode = choose_compile_mode(config.compile.mode, config.driver.name, attention, device)
     _check_positions(config, architecture)
     block_sharing = _resolve_block_sharing(config, describe_cache_layout(architecture))
+    weights = measure_weights(architecture, dtype)
     return RunPlan(
         driver=config.driver.name,
         device=device,
@@ -130,7 +132,7 @@ def resolve_plan(config: ExperimentConfig) -> RunPlan:
         attention=attention,
         compile_mode=compile_mode,
         architecture=architecture,
-        weights=measure_weights(architecture, dtype),
+        weights=weights,
         max_new_tokens=config.max_new_tokens,
         has_paged_cache=config.has_paged_cache,
         cache_tokens=config.cache.num_tokens if config.has_paged_cache else None,
@@ -140,7 +142,7 @@ def resolve_plan(config: ExperimentConfig) -> RunPlan:
         max_batch_tokens=config.cache.max_batch_tokens,
         max_requests_per_batch=_resolve_max_requests(config),
         max_memory_fraction=config.cache.max_memory_fraction,
-        warnings=_find_idle_settings(config, compile_mode),
+        warnings=[*_find_idle_settings(config, compile_mode), *_find_slowness(device, weights)],
     )
 
 
@@ -194,6 +196,15 @@ def _resolve_max_requests(config: ExperimentConfig) -> int:
         return num_requests
     bound = max(MAX_REQUESTS_PER_BATCH, config.dataset.num_generations)
     return min(num_requests, bound, config.cache.max_batch_tokens)
+
+
+def _find_slowness(device: torch.device, weights: WeightSize) -> list[str]:
+    if device.type != "cpu" or weights.num_bytes < LARGE_FOR_A_CPU_BYTES:
+        return []
+    return [
+        f"{weights.num_parameters:,} parameters on a CPU: a round takes minutes to hours. Try num_rounds=1 "
+        "num_warmup_rounds=0 with few prompts and new tokens, or model.device=cuda."
+    ]
 
 
 def _find_idle_settings(config: ExperimentConfig, compile_mode: str) -> list[str]:
