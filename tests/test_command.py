@@ -161,3 +161,16 @@ def test_help_into_a_reader_that_goes_away(tmp_path):
     shell = f"{sys.executable} -m cbexp --help | true"
     done = subprocess.run(["bash", "-c", shell], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.stderr == ""
+
+
+def test_unsupported_transformers_is_one_line(tmp_path):
+    package = tmp_path / "path" / "transformers"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise ImportError('this version does not fit its needs')")
+    found = tmp_path / "path" / "transformers-5.17.0.dist-info"
+    found.mkdir()
+    (found / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 5.17.0\n")
+    search = os.pathsep.join([str(tmp_path / "path"), os.environ.get("PYTHONPATH", "")])
+    done = run(tmp_path, *QUICK, PYTHONPATH=search)
+    assert done.returncode == 1
+    assert done.stderr == "cbexp: transformers 5.17.0 is not supported: install >=5.24,<5.25.\n"

@@ -26,6 +26,7 @@ from cbexp.cli.sweep import (
     format_sweep_table,
 )
 from cbexp.config import register_schema
+from cbexp.engine import UnsupportedTransformersError, check_transformers_version
 from cbexp.errors import CbexpError, ConfigError, ResultsError
 
 
@@ -76,6 +77,7 @@ def conf_dir() -> Path:
 def _run_command(args: Namespace) -> int:
     try:
         command = check_command(args, conf_dir())
+        _check_transformers()
         _make_output_root(command)
     except CbexpError as error:
         report_error(error)
@@ -89,6 +91,16 @@ def _run_command(args: Namespace) -> int:
     if command.is_multirun:
         say("\n" + format_sweep_table(runner.results, len(command.jobs)))
     return EXIT_INTERRUPTED if is_interrupted else choose_exit_code(runner.results, command.is_multirun)
+
+
+def _check_transformers() -> None:
+    """Ask the installed package and not the module, which may not even import beside other versions of its needs."""
+    try:
+        check_transformers_version(importlib.metadata.version("transformers"))
+    except UnsupportedTransformersError as error:
+        raise CbexpError(str(error)) from error
+    except importlib.metadata.PackageNotFoundError as error:
+        raise CbexpError("transformers is not installed: run scripts/setup, or pip install cbexp.") from error
 
 
 def _hand_to_hydra(runner: JobRunner) -> None:
