@@ -1,6 +1,12 @@
 """`python -m cbexp`: see `cbexp.cli.command_line`."""
 
-from cbexp.cli.command_line import main
+import sys
 
 if __name__ == "__main__":
-    main()
+    try:
+        from cbexp.cli.command_line import main
+
+        main()
+    except KeyboardInterrupt:
+        sys.stderr.write("INTERRUPTED: stopped by Ctrl-C before a job had started\n")
+        sys.exit(130)

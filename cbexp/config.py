@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from omegaconf import MISSING, OmegaConf
 from cbexp.checks import check_at_least, check_choice, check_is_set
 from cbexp.errors import ConfigError
 
+MAX_SEED = 2**63 - 1  # PyTorch's
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 INITS = ("pretrained", "random")
 BUILTIN_PREFIX = "builtin:"
@@ -70,6 +72,10 @@ class ModelConfig:
         check_choice("model.dtype", self.dtype, DTYPES)
         check_at_least("model.default_max_new_tokens", self.default_max_new_tokens, 1)
         check_at_least("model.num_threads", self.num_threads, 1)
+        if self.num_threads is not None and self.num_threads > (os.cpu_count() or 1):
+            raise ConfigError(
+                f"model.num_threads={self.num_threads} is too large: this machine has {os.cpu_count()} cores."
+            )
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ConfigError(
                 f"model.device={self.device} is not a device. Allowed: auto, cpu, cuda, cuda:INDEX."
@@ -323,6 +329,8 @@ class ExperimentConfig:
 
     def __post_init__(self) -> None:
         check_at_least("seed", self.seed, 0)
+        if self.seed > MAX_SEED:
+            raise ConfigError(f"seed={self.seed} is too large: it must be at most {MAX_SEED}.")
         check_at_least("num_warmup_rounds", self.num_warmup_rounds, 0)
         check_at_least("num_rounds", self.num_rounds, 1)
         if not re.fullmatch(r"\w[\w.-]*", self.name):

@@ -14,6 +14,7 @@ import torch
 from cbexp.artifacts import RunDirectory, check_writable
 from cbexp.config import ExperimentConfig, SweepInfo, to_plain_dict
 from cbexp.display import ProgressDisplay
+from cbexp.engine.interrupts import deferring_interrupts
 from cbexp.engine.types import CacheMemoryError, EngineError
 from cbexp.environment import (
     collect_environment,
@@ -67,7 +68,9 @@ def run_experiment(
         check_writable(Path(config.stats_path))
     directory = RunDirectory.create(run_dir, config.artifacts)
     outcome = _run_recorded(config, directory, display, overrides, sweep)
-    display.print_outcome(outcome.status, outcome.summary, outcome.message, directory)
+    with deferring_interrupts():
+        display.print_outcome(outcome.status, outcome.summary, outcome.message, directory)
+        release_memory()
     return outcome
 
 
@@ -93,8 +96,6 @@ def _run_recorded(
         return _end_badly(directory, "failed", error)
     except Exception as error:  # noqa: BLE001 - a bug: recorded with its traceback, and the sweep goes on
         return _end_badly(directory, "failed", error)
-    finally:
-        release_memory()
     return RunOutcome("completed", directory.path, summary)
 
 
@@ -145,9 +146,12 @@ def _run_job(job: Job, display: ProgressDisplay) -> dict[str, Any]:
     try:
         return job.run()
     except BaseException:
-        num_saved = job.save_interrupted_round()
-        if num_saved:
-            display.print_line(f"{num_saved} finished requests of the broken round are in requests.jsonl.")
+        with deferring_interrupts():
+            num_saved = job.save_interrupted_round()
+            if num_saved:
+                display.print_line(
+                    f"{num_saved} finished requests of the broken round are in requests.jsonl."
+                )
         raise
 
 

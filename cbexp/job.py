@@ -14,6 +14,7 @@ from cbexp.artifacts import RunDirectory
 from cbexp.config import ExperimentConfig
 from cbexp.dataset.prompts import PromptSet, load_prompts
 from cbexp.display import ProgressDisplay
+from cbexp.engine.interrupts import deferring_interrupts
 from cbexp.engine.types import RolloutDriver, StepInfo
 from cbexp.environment import measure_memory, reset_peak_memory
 from cbexp.errors import RequestsFailedError
@@ -49,6 +50,7 @@ class Job:
         self._runner: RoundRunner | None = None
         self._rounds: list[RoundRecord] = []
         self._requests: list[RequestRecord] = []
+        self._num_written = 0
         self._last_completions: Sequence[dict[str, Any]] = []
         self.durations_s: dict[str, float] = {}
 
@@ -57,7 +59,8 @@ class Job:
 
     def __exit__(self, *exc_info: object) -> None:
         self._runner = None
-        self._resources.close()
+        with deferring_interrupts():
+            self._resources.close()
 
     def run(self) -> dict[str, Any]:
         """Do all of it; returns the summary. Rounds that have ended are on disk by then, whatever happens later.
@@ -87,7 +90,7 @@ class Job:
         result = self._runner.collect_partial() if self._runner is not None else None
         if result is None:
             return 0
-        index = len(self._rounds)
+        index = self._num_written
         requests = _summarize_requests(index, result)
         self._directory.append_interrupted_round(requests, _completion_rows(index, result))
         return sum(request.is_finished for request in requests)
@@ -143,7 +146,10 @@ class Job:
         self._rounds.append(record)
         self._requests += requests
         rows = _completion_rows(index, result)
-        self._directory.append_round(record, requests, steps, rows)
+        with deferring_interrupts():
+            self._directory.append_round(record, requests, steps, rows)
+            self._runner.forget()
+            self._num_written += 1
         self._tracker.log_round(record)
         self._last_completions = rows
         self._display.print_round(record)

@@ -46,6 +46,7 @@ class RoundRunner:
         self._num_generations = num_generations
         self._device = device
         self._request_ids: list[str] = []
+        self._completions: Mapping[str, Completion] | None = None
         self._start_s = 0.0
 
     @property
@@ -55,23 +56,26 @@ class RoundRunner:
 
     def run(self) -> RoundResult:
         """One whole round, submission to last result, between two device synchronisations."""
-        self._request_ids = []
+        self._request_ids, self._completions = [], None
         synchronize(self._device)
         self._start_s = time.perf_counter()
         self._request_ids = self._driver.add_requests(
             self._prompts.prompt_ids, num_generations=self._num_generations
         )
-        completions = self._driver.drive_until_empty()
+        self._completions = self._driver.drive_until_empty()
         synchronize(self._device)
-        end_s = time.perf_counter()
-        request_ids, self._request_ids = self._request_ids, []
-        return self._judge(request_ids, completions, end_s)
+        return self._judge(self._request_ids, self._completions, time.perf_counter())
+
+    def forget(self) -> None:
+        """Call when the round's records are written: it is no longer one that could be broken off."""
+        self._request_ids = []
 
     def collect_partial(self) -> RoundResult | None:
         """What the round that was just broken off had produced; None when none was running."""
         if not self._request_ids:
             return None
-        return self._judge(self._request_ids, self._driver.partial_completions, time.perf_counter())
+        completions = self._driver.partial_completions if self._completions is None else self._completions
+        return self._judge(self._request_ids, completions, time.perf_counter())
 
     def _judge(
         self, request_ids: list[str], completions: Mapping[str, Completion], end_s: float

@@ -76,10 +76,11 @@ def test_good_run_leaves_stderr_clean_and_ends_at_once(tmp_path):
     assert all(len(line) <= 100 or str(tmp_path) in line for line in done.stdout.splitlines())
 
 
-def test_interrupt_stops_at_once_and_keeps_what_was_finished(tmp_path):
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt_stops_at_once_and_keeps_what_was_finished(tmp_path, sent):
     process, run_dir = start_endless(tmp_path)
     sent_s = time.time()
-    process.send_signal(signal.SIGINT)
+    process.send_signal(sent)
     _, errors = process.communicate(timeout=60)
     # Half a second on an idle machine, and tests share theirs; the interpreter takes its time to go.
     assert (run_dir / "status.json").stat().st_mtime - sent_s < 3

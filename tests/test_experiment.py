@@ -212,3 +212,46 @@ def test_summary_is_not_there_before_the_rest(tmp_path, monkeypatch):
     assert "summary.json" not in seen["before"]
     assert {"rounds.jsonl", "requests.jsonl", "steps.jsonl", "engine.json"} <= set(seen["before"])
     assert (outcome.run_dir / "summary.json").exists()
+
+
+def raise_once_in(monkeypatch, owner, name):
+    """Ctrl-C at the entry of a method, in the second round."""
+    original, calls = getattr(owner, name), []
+
+    def interrupted(self, *args):
+        calls.append(name)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return original(self, *args)
+
+    monkeypatch.setattr(owner, name, interrupted)
+
+
+def test_interrupt_while_judging_loses_no_completion(tmp_path, monkeypatch):
+    from cbexp.rounds import RoundRunner
+
+    raise_once_in(monkeypatch, RoundRunner, "_judge")
+    outcome = run(tmp_path)
+    assert outcome.status == "interrupted"
+    second = [r for r in rows(outcome.run_dir, "requests.jsonl") if r["round_index"] == 1]
+    assert [r["finish_reason"] for r in second] == ["eos"] * 6
+    assert len(rows(outcome.run_dir, "completions.jsonl")) == 12
+
+
+def test_interrupt_while_writing_a_round_waits_for_its_end(tmp_path, monkeypatch):
+    import signal
+
+    from cbexp.artifacts import RunDirectory
+
+    original = RunDirectory.append_interrupted_round
+
+    def interrupted(self, requests, completions):
+        if requests[0].round_index == 1:
+            signal.raise_signal(signal.SIGINT)
+        return original(self, requests, completions)
+
+    monkeypatch.setattr(RunDirectory, "append_interrupted_round", interrupted)
+    outcome = run(tmp_path)
+    assert outcome.status == "interrupted"
+    assert len(rows(outcome.run_dir, "rounds.jsonl")) == 2
+    assert len(rows(outcome.run_dir, "requests.jsonl")) == 12

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import signal
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -84,10 +85,14 @@ def _run_command(args: Namespace) -> int:
         return EXIT_BAD_CONFIG if isinstance(error, ConfigError) else EXIT_JOB_FAILED
     runner = JobRunner(command)
     is_interrupted = False
+    # What batch systems send before they kill: end as after Ctrl-C, with everything written.
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         _hand_to_hydra(runner)
     except KeyboardInterrupt:
         is_interrupted = True
+    finally:
+        signal.signal(signal.SIGTERM, previous)
     if command.is_multirun:
         say("\n" + format_sweep_table(runner.results, len(command.jobs)))
     return EXIT_INTERRUPTED if is_interrupted else choose_exit_code(runner.results, command.is_multirun)

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from cbexp.engine.interrupts import deferring_interrupts
+
 
 @contextmanager
 def borrowed_for_inference(model: nn.Module, device: torch.device) -> Iterator[None]:
@@ -24,5 +26,6 @@ def borrowed_for_inference(model: nn.Module, device: torch.device) -> Iterator[N
         try:
             yield
         finally:
-            for module in in_training:
-                module.training = True
+            with deferring_interrupts():
+                for module in in_training:
+                    module.training = True

@@ -13,6 +13,7 @@ from transformers import GenerationConfig
 
 from cbexp.engine.borrow import borrowed_for_inference
 from cbexp.engine.compatibility import check_transformers_version
+from cbexp.engine.interrupts import deferring_interrupts
 from cbexp.engine.model_support import require_supported_model
 from cbexp.engine.prompts import RequestLimits, check_length, check_prompt, resolve_max_new_tokens
 from cbexp.engine.request_book import PromptGroup, RequestBook
@@ -41,6 +42,8 @@ class SyncCBDriver:
         config: CBSyncConfig | None = None,
     ) -> None:
         check_transformers_version(transformers.__version__)
+        if isinstance(generation_config, CBSyncConfig):
+            raise TypeError("SyncCBDriver takes a CBSyncConfig as config=..., the third argument.")
         # Only now: another version may lack the names that this import needs.
         from cbexp.engine.engine_slot import EngineSlot
 
@@ -130,13 +133,18 @@ class SyncCBDriver:
         book = RequestBook(groups)
         try:
             with self._driving():
-                return self._drive(groups, book)
+                completions = self._drive(groups, book)
+            # Kept until they are in the caller's hands: an interrupt from here on must not lose them.
+            self._partial_completions = completions
         except BaseException as error:
             unfinished = self._slot.partial_completions()
             self._partial_completions = book.completions(unfinished, f"{type(error).__name__}: {error}")
             raise
         finally:
-            self._slot.reset()
+            with deferring_interrupts():
+                self._slot.reset()
+        self._partial_completions = {}
+        return completions
 
     def close(self) -> None:
         """Free the cache. Safe to call twice; any other use of the driver afterwards is an `EngineError`."""

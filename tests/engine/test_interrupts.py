@@ -1,0 +1,61 @@
+"""Ctrl-C that comes at a bad moment."""
+
+import signal
+
+import pytest
+
+from cbexp.engine.interrupts import deferring_interrupts
+
+
+def test_interrupt_comes_after_the_body():
+    done = []
+    with pytest.raises(KeyboardInterrupt), deferring_interrupts():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        done.append(True)
+    assert done == [True]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_error_of_the_body_is_not_hidden():
+    with pytest.raises(ValueError, match="own"), deferring_interrupts():
+        raise ValueError("own")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_completions_survive_an_interrupt_after_the_last_step(monkeypatch):
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from cbexp.engine import CBSyncConfig, SyncCBDriver
+    from cbexp.engine.engine_slot import EngineSlot
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+    )
+    model = Qwen3ForCausalLM(config).train()
+    settings = CBSyncConfig(max_new_tokens=4, eos_token_id=(), page_size=16, num_blocks=8)
+    with SyncCBDriver(model, config=settings) as driver:
+        original = EngineSlot.reset
+
+        def reset(self):
+            signal.raise_signal(signal.SIGINT)
+            original(self)
+
+        monkeypatch.setattr(EngineSlot, "reset", reset)
+        driver.add_requests([[1, 2, 3]])
+        with pytest.raises(KeyboardInterrupt):
+            driver.drive_until_empty()
+        assert [len(c) for c in driver.partial_completions.values()] == [4]
+        assert all(module.training for module in model.modules())
+        monkeypatch.setattr(EngineSlot, "reset", original)
+        driver.add_requests([[1, 2, 3]])
+        assert [len(c) for c in driver.drive_until_empty().values()] == [4]
+        assert driver.partial_completions == {}
