@@ -124,7 +124,10 @@ def explain_loading_error(error: BaseException, source: Source) -> str:
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or its class when it has none."""
     lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    if not lines:
+        return type(error).__name__
+    # A colon announces a list, whose items stand on the following lines.
+    return " ".join(line.strip() for line in lines) if lines[0].endswith(":") else lines[0]
 
 
 def _explain_hub_error(error: BaseException, source: Source) -> str | None:

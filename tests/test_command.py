@@ -175,3 +175,11 @@ def test_unsupported_transformers_is_one_line(tmp_path):
     done = run(tmp_path, *QUICK, PYTHONPATH=search)
     assert done.returncode == 1
     assert done.stderr == "cbexp: transformers 5.17.0 is not supported: install >=5.24,<5.25.\n"
+
+
+def test_run_folder_that_is_a_file_is_one_message(tmp_path):
+    (tmp_path / "taken").write_text("")
+    done = run(tmp_path, *QUICK, "hydra.run.dir=taken")
+    assert done.returncode == 1
+    assert done.stderr.startswith("cbexp: results cannot be written to taken: it is a file.")
+    assert "Traceback" not in done.stderr

@@ -401,3 +401,9 @@ def test_bad_files_of_lengths_are_explained(tmp_path, text, message):
         path.write_text(text)
     with pytest.raises(DatasetError, match=message):
         load(synthetic(num_prompts=3, lengths_file=str(path)))
+
+
+def test_prompt_that_is_no_unicode_is_named(tmp_path):
+    config = jsonl(tmp_path / "rows.jsonl", {"prompt": "fine"}, r'{"prompt": "\ud800 x"}', num_prompts=2)
+    with pytest.raises(DatasetError, match="not valid Unicode, at character"):
+        load(config)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import signal
 import sys
+import tempfile
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +29,8 @@ from cbexp.cli.sweep import (
 from cbexp.config import register_schema
 from cbexp.engine import UnsupportedTransformersError, check_transformers_version
 from cbexp.errors import CbexpError, ConfigError, ResultsError
+
+FIRST_RECORDS_BYTES = 2**16  # what Hydra's records and the run's first ones take, generously
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -129,14 +131,17 @@ def _asks_for_information(args: Namespace) -> bool:
 
 
 def _make_output_root(command: CheckedCommand) -> None:
-    """Make the folder that will hold the dated one, so that a folder that cannot be written is a message."""
-    root = command.jobs[0].output_root
+    """Make the folder that will hold the run's and write there, so that one that cannot be written is a message."""
+    output_dir = command.jobs[0].output_dir
+    root = output_dir.parent
     try:
         root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root) as file:
+            file.write(bytes(FIRST_RECORDS_BYTES))
     except OSError as error:
         raise ResultsError(_describe_unwritable(root, error.strerror)) from error
-    if not os.access(root, os.W_OK | os.X_OK):
-        raise ResultsError(_describe_unwritable(root, "Permission denied"))
+    if output_dir.exists() and not output_dir.is_dir():
+        raise ResultsError(_describe_unwritable(output_dir, "it is a file"))
 
 
 def _describe_unwritable(folder: Path, reason: str | None) -> str:

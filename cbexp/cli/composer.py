@@ -124,7 +124,7 @@ def list_overrides(hydra_node: HydraConf | DictConfig, kind: Literal["task", "hy
 
 @contextmanager
 def placed_job(composed: DictConfig, job_index: int | None) -> Iterator[Path]:
-    """Make `${hydra:...}` resolve in `composed` as it will in the job; yield the folder that holds its dated folder.
+    """Make `${hydra:...}` resolve in `composed` as it will in the job; yield the folder of the run or sweep.
 
     `job_index` is None for a single run. The dated part of a path is of this moment, not of the run.
     """
@@ -138,7 +138,7 @@ def placed_job(composed: DictConfig, job_index: int | None) -> Iterator[Path]:
             OmegaConf.set_readonly(composed.hydra, False)
             composed.hydra.runtime.output_dir = str(job_dir.absolute())
             HydraConfig.instance().set_config(composed)
-            yield dated_dir.parent
+            yield dated_dir
         finally:
             HydraConfig.instance().cfg = None
 

@@ -32,11 +32,11 @@ PRIMARY_CONFIG = "config"
 
 @dataclass(frozen=True)
 class CheckedJob:
-    """One job of the command line. `output_root` is the folder in which Hydra will make its dated folder."""
+    """One job of the command line. `output_dir` is the folder of the run or sweep, but for the time in its name."""
 
     overrides: list[str]
     config: ExperimentConfig
-    output_root: Path
+    output_dir: Path
 
 
 @dataclass(frozen=True)
@@ -95,10 +95,10 @@ def _check_job(composer: Composer, cell: list[str], job_index: int | None, num_j
     where = "" if job_index is None else f"job {job_index} of {num_jobs} ({' '.join(cell)}): "
     with _explained(cell, composer, where):
         composed = composer.compose_job(cell)
-        with placed_job(composed, job_index) as output_root:
+        with placed_job(composed, job_index) as output_dir:
             config = convert_config(without_hydra(composed))
     _refuse_idle_architecture(cell, config)
-    return CheckedJob(cell, config, output_root)
+    return CheckedJob(cell, config, output_dir)
 
 
 @contextmanager

@@ -62,8 +62,18 @@ class PromptRenderer:
         except TemplateError as error:
             raise DatasetError(f"the chat template refuses {row.place}: {error}") from error
 
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of rendered text; the template has written the special tokens, a BOS among them."""
+    def encode(self, text: str, place: str) -> list[int]:
+        """Return the token ids of rendered text; the template has written the special tokens, a BOS among them.
+
+        Raises:
+            DatasetError: the text, which comes from `place`, is not valid Unicode.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise DatasetError(
+                f"{place}: its prompt is not valid Unicode, at character {error.start}: {error.reason}."
+            ) from error
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _with_system_prompt(self, messages: list[Message], place: str) -> list[Message]:

@@ -56,7 +56,7 @@ def load_prompts(
     rows = load_rows(config, seed)
     renderer = PromptRenderer(config, tokenizer)
     texts = [renderer.render(row) for row in rows]
-    prompt_ids = [renderer.encode(text) for text in texts]
+    prompt_ids = [renderer.encode(text, row.place) for row, text in zip(rows, texts, strict=True)]
     for row, ids in zip(rows, prompt_ids, strict=True):
         _check_ids(row, ids, vocab_size)
     if config.verifier == "none":
