@@ -205,3 +205,18 @@ def test_device_memory_is_measured_reset_and_released():
     found = collect_environment()["cuda"]
     assert found["devices"][0]["memory_gib"] > 1
     assert found["runtime"] == torch.version.cuda
+
+
+def test_hub_retries_are_kept_off_the_screen():
+    import logging
+
+    environment.quiet_libraries()
+    assert not logging.getLogger("huggingface_hub").isEnabledFor(logging.WARNING)
+    assert logging.getLogger("huggingface_hub").isEnabledFor(logging.ERROR)
+
+
+def test_threads_are_limited_and_given_back():
+    environment.limit_threads(1)
+    assert torch.get_num_threads() == 1
+    environment.limit_threads(None)
+    assert torch.get_num_threads() == environment.DEFAULT_NUM_THREADS
