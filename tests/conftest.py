@@ -1,10 +1,13 @@
 """For every test: no network, no account, one thread a process, outputs in a temporary folder, GPU tests on a GPU."""
 
 import os
+import signal
 
 import pytest
 
 # Set before torch is imported, and inherited by the processes that tests start.
+# A shell that starts the tests in the background has them ignore Ctrl-C, and their children too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.update(
     HF_HUB_OFFLINE="1",
     HF_HUB_DISABLE_TELEMETRY="1",
