@@ -6,8 +6,6 @@ import signal
 import pytest
 
 # Set before torch is imported, and inherited by the processes that tests start.
-# A shell that starts the tests in the background has them ignore Ctrl-C, and their children too.
-signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.update(
     HF_HUB_OFFLINE="1",
     HF_HUB_DISABLE_TELEMETRY="1",
@@ -17,6 +15,8 @@ os.environ.update(
     WANDB_SILENT="true",
 )
 os.environ.pop("WANDB_API_KEY", None)
+# A shell that starts the tests in the background has them ignore Ctrl-C, and their children too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
