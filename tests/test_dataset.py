@@ -407,3 +407,10 @@ def test_prompt_that_is_no_unicode_is_named(tmp_path):
     config = jsonl(tmp_path / "rows.jsonl", {"prompt": "fine"}, r'{"prompt": "\ud800 x"}', num_prompts=2)
     with pytest.raises(DatasetError, match="not valid Unicode, at character"):
         load(config)
+
+
+def test_byte_order_mark_is_no_part_of_the_first_row(tmp_path):
+    config = jsonl(tmp_path / "rows.jsonl", {"prompt": "fine"}, num_prompts=1)
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    assert len(load(config).prompt_ids) == 1

@@ -285,6 +285,7 @@ def test_an_automatic_cache_stays_within_its_share_of_the_memory(caplog):
         limited = sized(plan, lengths, free_bytes=2 * cost.total_bytes(20 * 16))
     assert limited.num_blocks == 20
     assert "requests wait for each other" in caplog.text
+    assert "requests wait for each other" in plan.warnings[-1]
     with pytest.raises(
         MemoryBudgetError, match=r"max_memory_fraction=0\.5 may be used, and the longest request"
     ):

@@ -85,7 +85,7 @@ def _load_json_lines(config: DatasetConfig) -> list[Row]:
 
 def _read_json_lines(path: Path, config: DatasetConfig) -> Iterator[Row]:
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     place = f"line {number} of {path}"

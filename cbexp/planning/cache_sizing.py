@@ -122,11 +122,11 @@ def _size_for_round(
             f"{format_gib(cost.total_bytes((longest_blocks + slack_blocks) * plan.page_size))} with a step's buffers. "
             f"Lower {what_to_lower(plan)}."
         )
-    logger.warning(
-        "cache=auto: the round needs %d tokens and %d fit in %g of the free memory (%s): requests wait for each other.",
-        blocks_needed * plan.page_size,
-        blocks_that_fit * plan.page_size,
-        plan.max_memory_fraction,
-        format_gib(free_bytes),
+    warning = (
+        f"cache=auto: the round needs {blocks_needed * plan.page_size} tokens and {blocks_that_fit * plan.page_size} "
+        f"fit in {plan.max_memory_fraction:g} of the free memory ({format_gib(free_bytes)}): "
+        "requests wait for each other."
     )
+    logger.warning(warning)
+    plan.warnings.append(warning)  # so that the summary tells of it too
     return blocks_that_fit
