@@ -1,0 +1,158 @@
+"""The attention function that transformers' models call: paged decode, and packed prefill or mixed steps.
+
+Set `model.config._attn_implementation = ATTENTION_NAME` directly: transformers' setter would look for a flash package.
+No mask function is registered with it, which is transformers' sign that no mask is to be built.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface
+
+from cbexp.engine.attention_paths import choose_attention_path
+from cbexp.engine.sequence_spans import read_spans
+from cbexp.engine.types import EngineError
+from cbexp.engine.varlen_reference import attend_plainly, attend_with_sdpa
+
+if TYPE_CHECKING:
+    from cbexp.engine.page_layout import LayerPages
+
+# transformers' batching wants "flash" in the name of a maskless attention, and takes a digit after it for a version.
+ATTENTION_NAME = "cbexp_flash"
+
+# torch 2.11 takes fewer key heads than query heads without being told.
+_GQA_FLAG: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+)
+
+
+class PackedLengths(NamedTuple):
+    """Sequences side by side: cumulative lengths (int32 [num_sequences + 1], from 0) and the longest of each kind."""
+
+    cumulative_q: Tensor
+    cumulative_k: Tensor
+    max_q: int
+    max_k: int
+
+
+def attend(
+    module: nn.Module,  # noqa: ARG001
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,  # noqa: ARG001
+    *,
+    scaling: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    paged_layer: LayerPages | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention with the signature of transformers' interface; no mask is needed, and none is read.
+
+    With `paged_layer` and `positions`, which the decode cache adds: one new token a row, written to its page as well;
+    query [rows, num_heads, 1, head_dim], result [rows, 1, num_heads, head_dim]. Otherwise `cu_seq_lens_q`,
+    `cu_seq_lens_k`, `max_length_q` and `max_length_k` describe packed sequences, in each of which the queries are the
+    last positions of the keys; query [1, num_heads, total_q, head_dim], result [1, total_q, num_heads, head_dim].
+    """
+    if paged_layer is not None:
+        positions = kwargs["positions"]
+        return _attend_paged(query, key, value, paged_layer, positions, scaling, softcap, s_aux), None
+    window = sliding_window or 0
+    lengths = _packed_lengths(kwargs, "sliding_attention" if window else "full_attention")
+    packed = query.squeeze(0), key.squeeze(0), value.squeeze(0)
+    output = _attend_packed(*packed, lengths, scaling, window, softcap, s_aux)
+    return output.unsqueeze(0), None
+
+
+def _attend_paged(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layer: LayerPages,
+    positions: Tensor,
+    scaling: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    from cbexp.engine.paged_attention_op import paged_decode_attention
+
+    output: Tensor = paged_decode_attention(
+        query.squeeze(2),
+        key.squeeze(2),
+        value.squeeze(2),
+        layer.pages,
+        layer.block_table,
+        positions,
+        layer.page_offset,
+        scaling=scaling,
+        window=layer.window,
+        softcap=softcap or 0.0,
+        sinks=sinks,
+    )
+    return output.unsqueeze(1)
+
+
+def _attend_packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: PackedLengths,
+    scaling: float,
+    window: int,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    path = choose_attention_path(
+        query.device, query.dtype, query.shape[-1], softcap is not None, sinks is not None
+    )
+    if path == "varlen":
+        return _attend_varlen(query, key, value, lengths, scaling, window)
+    spans = read_spans(lengths.cumulative_q, lengths.cumulative_k)
+    if path == "per_sequence":
+        return attend_with_sdpa(query, key, value, spans, scaling=scaling, window=window)
+    return attend_plainly(
+        query, key, value, spans, scaling=scaling, window=window, softcap=softcap or 0.0, sinks=sinks
+    )
+
+
+def _attend_varlen(
+    query: Tensor, key: Tensor, value: Tensor, lengths: PackedLengths, scaling: float, window: int
+) -> Tensor:
+    """One kernel for all sequences, without a look at the lengths by the host."""
+    output = varlen_attn(
+        query.transpose(0, 1),
+        key.transpose(0, 1),
+        value.transpose(0, 1),
+        lengths.cumulative_q,
+        lengths.cumulative_k,
+        lengths.max_q,
+        lengths.max_k,
+        scale=scaling,
+        window_size=(window - 1, 0) if window else (-1, 0),
+        **_GQA_FLAG,
+    )
+    return cast(Tensor, output)
+
+
+def _packed_lengths(kwargs: Mapping[str, Any], layer_type: str) -> PackedLengths:
+    """Lengths of the keys come as one value, or as one for each layer type."""
+    if "cu_seq_lens_q" not in kwargs:
+        raise EngineError(
+            f"attn_implementation={ATTENTION_NAME!r} runs inside SyncCBDriver alone: the model was called without a "
+            "paged cache. Set another implementation, such as sdpa, for other calls."
+        )
+    cumulative_k, max_k = (
+        value[layer_type] if isinstance(value, Mapping) else value
+        for value in (kwargs["cu_seq_lens_k"], kwargs["max_length_k"])
+    )
+    return PackedLengths(kwargs["cu_seq_lens_q"], cumulative_k, kwargs["max_length_q"], max_k)
+
+
+AttentionInterface.register(ATTENTION_NAME, attend)
