@@ -1,0 +1,27 @@
+"""What happens to the rows of a batch once their next tokens are known; plain torch that graphs can capture."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cbexp.engine.decode_buffers import DecodeBuffers
+
+
+def advance(buffers: DecodeBuffers, next_ids: Tensor) -> None:
+    """Record the next tokens int64 [rows] of the first rows, end those that are done, move the others one position on.
+
+    All in place, without host synchronisation. A row ends with its last allowed token or an EOS, which is recorded.
+    """
+    rows = next_ids.shape[0]
+    token_ids, positions = buffers.token_ids[:rows], buffers.positions[:rows]
+    remaining = buffers.remaining[:rows]
+    is_active = positions >= 0
+    outputs = torch.where(is_active, next_ids, -1).to(torch.int32)
+    buffers.outputs[:, :rows].index_copy_(0, buffers.step.long().view(1), outputs[None])
+    remaining.sub_(is_active.to(torch.int32))
+    is_eos = (next_ids[:, None] == buffers.eos_ids).any(dim=1)
+    goes_on = is_active & (remaining > 0) & ~is_eos
+    token_ids.copy_(torch.where(goes_on, next_ids, token_ids))
+    positions.copy_(torch.where(goes_on, positions + 1, -1))
+    buffers.step.add_(1)

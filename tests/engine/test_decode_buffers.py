@@ -1,0 +1,81 @@
+"""The static buffers of decode steps, how rows advance through them, and how they are filled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cbexp.engine.decode_buffers import allocate_decode_buffers
+from cbexp.engine.page_layout import PagePool
+from cbexp.engine.sampling import advance
+
+
+@pytest.fixture
+def pools():
+    def pool(layers, trash_page, width, window):
+        pages = torch.zeros(40, 8, 2, 4)
+        return PagePool(layers, pages, 2 * len(layers), trash_page, width, window)
+
+    return {"full_attention": pool((1, 3), 8, 5, 0), "sliding_attention": pool((0, 2, 4), 6, 2, 12)}
+
+
+@pytest.fixture
+def buffers(pools):
+    return allocate_decode_buffers(
+        pools, max_rows=6, max_burst=4, eos_token_ids=(7, 9), device=torch.device("cpu")
+    )
+
+
+def test_new_buffers_are_inactive_and_on_trash(buffers):
+    assert (buffers.max_rows, buffers.max_burst) == (6, 4)
+    assert buffers.positions.tolist() == [-1] * 6
+    assert buffers.eos_ids.tolist() == [7, 9]
+    assert buffers.block_tables["full_attention"].tolist() == [[8] * 5] * 6
+    assert buffers.block_tables["sliding_attention"].tolist() == [[6] * 2] * 6
+    dtypes = {buffers.positions.dtype, buffers.remaining.dtype, buffers.outputs.dtype, buffers.step.dtype}
+    assert dtypes == {torch.int32}
+    assert buffers.token_ids.dtype == buffers.eos_ids.dtype == torch.int64
+
+
+def test_layers_know_their_pool_and_rank(buffers, pools):
+    assert [layer.window for layer in buffers.layers] == [12, 0, 12, 0, 12]
+    assert [int(layer.page_offset) for layer in buffers.layers] == [0, 0, 2, 2, 4]
+    for layer, name in zip(buffers.layers, ["sliding", "full", "sliding", "full", "sliding"], strict=True):
+        assert layer.block_table is buffers.block_tables[f"{name}_attention"]
+        assert layer.pages is pools[f"{name}_attention"].pages
+        assert layer.page_offset.dtype == torch.int32
+
+
+def test_rows_advance_end_and_stay_ended(buffers):
+    buffers.token_ids.copy_(torch.tensor([1, 2, 3, 4, 5, 6]))
+    buffers.positions.copy_(torch.tensor([10, 20, -1, 30, 40, 50]))
+    buffers.remaining.copy_(torch.tensor([3, 1, 5, 3, 2, 9]))
+    addresses = [t.data_ptr() for t in (buffers.token_ids, buffers.positions, buffers.outputs, buffers.step)]
+
+    advance(buffers, torch.tensor([11, 12, 13, 9, 15]))  # the last row of six is not in the batch
+    # The second row made its last token, the fourth an EOS, the third was not there.
+    assert buffers.positions.tolist() == [11, -1, -1, -1, 41, 50]
+    assert buffers.token_ids.tolist() == [11, 2, 3, 4, 15, 6]
+    assert buffers.remaining.tolist() == [2, 0, 5, 2, 1, 9]
+    advance(buffers, torch.tensor([21, 22, 23, 24, 25]))
+    assert buffers.positions.tolist() == [12, -1, -1, -1, -1, 50]
+    assert buffers.remaining.tolist() == [1, 0, 5, 2, 0, 9]
+    assert buffers.outputs.tolist() == [
+        [11, 12, -1, 9, 15, -1],
+        [21, -1, -1, -1, 25, -1],
+        [-1] * 6,
+        [-1] * 6,
+    ]
+    assert int(buffers.step) == 2
+    after = [t.data_ptr() for t in (buffers.token_ids, buffers.positions, buffers.outputs, buffers.step)]
+    assert after == addresses
+
+
+def test_without_eos_any_token_goes_on(pools):
+    buffers = allocate_decode_buffers(
+        pools, max_rows=1, max_burst=1, eos_token_ids=(), device=torch.device("cpu")
+    )
+    buffers.positions.zero_()
+    buffers.remaining.fill_(2)
+    advance(buffers, torch.tensor([0]))
+    assert buffers.positions.tolist() == [1]
