@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from cbexp.engine.architecture_support import find_architecture_problem
 from cbexp.engine.types import UnsupportedModelError
 
 
@@ -19,14 +20,17 @@ def require_supported_model(model: Any) -> PreTrainedModel:
     base = _unwrap_peft(model)
     if not isinstance(base, PreTrainedModel):
         raise _unsupported(base, "it is not a transformers model; pass the module inside the wrapper")
-    reason = _placement_problem(base) or _architecture_problem(base)
+    reason = _placement_problem(base) or find_architecture_problem(base.config, type(base))
+    if reason is None and not base.can_generate():
+        reason = "it has no language-model head; load it with AutoModelForCausalLM"
     if reason is not None:
         raise _unsupported(base, reason)
     return base
 
 
 def _unsupported(model: Any, reason: str) -> UnsupportedModelError:
-    return UnsupportedModelError(f"{type(model).__name__} cannot be driven: {reason}.")
+    kind = f" (model type {model.config.model_type})" if isinstance(model, PreTrainedModel) else ""
+    return UnsupportedModelError(f"{type(model).__name__}{kind} cannot be driven: {reason}.")
 
 
 def _unwrap_peft(model: Any) -> Any:
@@ -53,31 +57,3 @@ def _placement_problem(model: PreTrainedModel) -> str | None:
     if devices == {torch.device("meta")}:
         return "its weights are on the meta device; load them first"
     return None
-
-
-def _architecture_problem(model: PreTrainedModel) -> str | None:
-    config = model.config
-    if config.is_encoder_decoder:
-        return "it is an encoder-decoder model"
-    if _is_composite(config):
-        return "it takes more than text (its config nests others); load its text model alone"
-    if not model.can_generate():
-        return "it has no language-model head; load it with AutoModelForCausalLM"
-    if model._is_stateful:
-        return "its layers keep a recurrent state, which a paged cache cannot hold"
-    if not model._supports_attention_backend:
-        return "its attention does not go through transformers' attention interface"
-    if getattr(config, "kv_lora_rank", None) is not None:
-        return "its multi-head latent attention has keys and values of different shapes"
-    if config.is_heterogeneous:
-        return "its layers differ in shape"
-    return None
-
-
-def _is_composite(config: Any) -> bool:
-    if any(key in config.sub_configs for key in ("vision_config", "audio_config")):
-        return True
-    try:
-        return config.get_text_config() is not config
-    except ValueError:  # transformers' word for several nested text configs
-        return True
