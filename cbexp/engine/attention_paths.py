@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedConfig
@@ -16,8 +16,11 @@ VARLEN_MIN_CAPABILITY = (8, 0)
 VARLEN_MAX_HEAD_DIM = 256
 VARLEN_HEAD_DIM_MULTIPLE = 8
 
+# No field of a config tells that the heads have a learned sink.
+MODEL_TYPES_WITH_SINKS = frozenset({"flint", "gpt_oss", "granite_swa", "granitemoe_swa"})
 
-@torch.compiler.assume_constant_result
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def choose_attention_path(
     device: torch.device, dtype: torch.dtype, head_dim: int, has_softcap: bool, has_sinks: bool
 ) -> AttentionPath:
@@ -47,21 +50,14 @@ def describe_attention_path(
     config: PreTrainedConfig, device: torch.device, dtype: torch.dtype
 ) -> AttentionPath:
     """The path that prefill and mixed steps of a model with `config` take, for the record of resolved settings."""
-    return cast(
-        AttentionPath,
-        choose_attention_path(
-            device,
-            dtype,
-            _head_dim(config),
-            has_softcap=getattr(config, "attn_logit_softcapping", None) is not None,
-            has_sinks=has_attention_sinks(config),
-        ),
+    path: AttentionPath = choose_attention_path(
+        device,
+        dtype,
+        _head_dim(config),
+        has_softcap=getattr(config, "attn_logit_softcapping", None) is not None,
+        has_sinks=config.model_type in MODEL_TYPES_WITH_SINKS,
     )
-
-
-def has_attention_sinks(config: PreTrainedConfig) -> bool:
-    """Whether the heads have a learned sink; no field of a config says so, hence by model type."""
-    return config.model_type == "gpt_oss"
+    return path
 
 
 def _head_dim(config: Any) -> int:
