@@ -46,11 +46,17 @@ def stack(parameters: Sequence[Tensor]) -> None:
 
 
 def unstack(parameters: Sequence[Tensor]) -> None:
-    """Give each parameter that lies in a stack a storage of its own, values unchanged."""
+    """Give each parameter that lies in a stack a storage of its own, values unchanged; those tied by data stay tied."""
     with torch.inference_mode(False), torch.no_grad():
-        for parameter in parameters:
-            if StorageWeakRef(parameter.untyped_storage()) in _stack_storages:
-                parameter.data = parameter.detach().clone()
+        # Held until the end: no clone may come to lie where another's rows were.
+        stacked = [parameter.detach() if _is_in_a_stack(parameter) else None for parameter in parameters]
+        clones: dict[tuple[int, torch.Size], Tensor] = {}
+        for parameter, rows in zip(parameters, stacked, strict=True):
+            if rows is not None:
+                place = (rows.data_ptr(), rows.shape)
+                if place not in clones:
+                    clones[place] = rows.clone()
+                parameter.data = clones[place]
 
 
 def stacked_tensor(parameters: Sequence[Tensor]) -> Tensor:
@@ -62,8 +68,11 @@ def stacked_tensor(parameters: Sequence[Tensor]) -> Tensor:
 
 def can_leave_its_storage(parameter: Tensor) -> bool:
     """False for a view into somebody else's larger storage, such as a flat buffer of parameters."""
-    storage = parameter.untyped_storage()
-    return storage.nbytes() == _num_bytes([parameter]) or StorageWeakRef(storage) in _stack_storages
+    return parameter.untyped_storage().nbytes() == _num_bytes([parameter]) or _is_in_a_stack(parameter)
+
+
+def _is_in_a_stack(parameter: Tensor) -> bool:
+    return StorageWeakRef(parameter.untyped_storage()) in _stack_storages
 
 
 def _remember(rows: Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from cbexp.engine.fused_projections import ProjectionFusion
 from cbexp.engine.fused_weights import FusedWeights
+from cbexp.engine.row_stack import stack
 
 SHAPE = {
     "vocab_size": 97,
@@ -365,3 +367,341 @@ def test_fused_weights_hold_on_to_nothing(fused):
     old = [StorageWeakRef(p.untyped_storage()) for p in model.parameters()]
     model.to(torch.bfloat16)
     assert all(storage.expired() for storage in old)
+
+
+def quantised(model):
+    class Quantised(nn.Linear):
+        pass
+
+    layer(model).mlp.up_proj.__class__ = Quantised
+
+
+def subclassed_parameter(model):
+    class QuantisedTensor(nn.Parameter):
+        pass
+
+    projection = layer(model).mlp.up_proj
+    projection.weight = QuantisedTensor(projection.weight.detach())
+
+
+def another_dtype(model):
+    layer(model).mlp.up_proj.to(torch.bfloat16)
+
+
+def on_meta(model):
+    layer(model).mlp.up_proj.to("meta")
+
+
+def tied(model):
+    layer(model).mlp.up_proj.weight = layer(model, 1).mlp.up_proj.weight
+
+
+def tied_data(model):
+    layer(model).mlp.up_proj.weight.data = layer(model).mlp.gate_proj.weight.data
+
+
+def flat_buffer(model):
+    weights = [layer(model).mlp.up_proj.weight, layer(model).mlp.down_proj.weight]
+    flat = torch.cat([weight.detach().flatten() for weight in weights])
+    for weight, part in zip(weights, flat.split([w.numel() for w in weights]), strict=True):
+        weight.data = part.view(weight.shape)
+
+
+def sharded(model):
+    weight = layer(model).mlp.up_proj.weight
+    weight.data = weight.data.new_empty(0)
+
+
+def transposed(model):
+    weight = layer(model).mlp.up_proj.weight
+    weight.data = weight.detach().t().contiguous().t()
+
+
+def one_bias(model):
+    layer(model).mlp.up_proj.bias = nn.Parameter(torch.zeros(SHAPE["intermediate_size"]))
+
+
+REFUSALS = {
+    quantised: "up_proj is a .*Quantised, not a plain torch.nn.Linear",
+    subclassed_parameter: "up_proj.weight is a QuantisedTensor, not a plain parameter",
+    another_dtype: "differ in dtype: torch.bfloat16, torch.float32",
+    on_meta: "up_proj.weight holds no data",
+    tied: "up_proj.weight is shared with another parameter",
+    tied_data: "_proj.weight is shared with another parameter",
+    flat_buffer: "up_proj.weight is a view into a larger storage",
+    sharded: r"up_proj.weight is laid out as \(0,\), not as a contiguous \(48, 32\)",
+    transposed: r"up_proj.weight is laid out as \(48, 32\), not as a contiguous \(48, 32\)",
+    one_bias: "only some of the projections have a bias",
+}
+
+
+@pytest.mark.parametrize("spoil", REFUSALS)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_what_cannot_be_fused_is_left_alone_and_named(spoil, when, fused):
+    model = build()
+    fusion = fused(model)
+    if when == "after":
+        fusion.install()
+        fusion.remove()
+    spoil(model)
+    pointers = {name: p.data_ptr() for name, p in layer(model).mlp.named_parameters()}
+    values = {name: p.detach().clone() for name, p in model.named_parameters()}
+    fusion.install()
+    skipped = fusion.describe()["skipped"]
+    # Tying spoils the group at the other end of the tie too.
+    assert set(skipped) == {
+        f"model.layers.{i}.mlp.gate_proj+up_proj" for i in ((0, 1) if spoil is tied else (0,))
+    }
+    assert re.search(REFUSALS[spoil], skipped["model.layers.0.mlp.gate_proj+up_proj"])
+    assert fusion.describe()["num_fused"] == NUM_GROUPS - len(skipped)
+    if when == "before":
+        assert {name: p.data_ptr() for name, p in layer(model).mlp.named_parameters()} == pointers
+    assert fusion.weights.is_current()
+    fusion.close()
+    for name, parameter in model.named_parameters():
+        if not parameter.is_meta:
+            assert torch.equal(parameter, values[name]), name
+
+
+@pytest.mark.parametrize("change", [{"use_dora": True}, {"alora_invocation_tokens": [1, 2]}])
+def test_other_adapters_leave_their_projections_unfused(change, fused):
+    model = with_lora(build(), targets=["v_proj"], **change, task_type="CAUSAL_LM")
+    with torch.no_grad():
+        plain = logits(model.base_model.model)
+    fusion = fused(model)
+    fusion.install()
+    assert fusion.describe()["num_fused"] == NUM_GROUPS // 2
+    assert all("LinearVariant" in reason for reason in fusion.describe()["skipped"].values())
+    torch.testing.assert_close(logits(model.base_model.model), plain, **TOLERANCE)
+
+
+def test_a_projection_with_a_forward_of_its_own_is_left_alone(fused):
+    model = build()
+    projection = layer(model).self_attn.k_proj
+    own = projection.forward = lambda x: 2 * nn.functional.linear(x, projection.weight)
+    plain = logits(model)
+    fusion = fused(model)
+    fusion.install()
+    assert fusion.describe()["num_fused"] == NUM_GROUPS - 1
+    assert (
+        "replaced by somebody else"
+        in fusion.describe()["skipped"]["model.layers.0.self_attn.q_proj+k_proj+v_proj"]
+    )
+    torch.testing.assert_close(logits(model), plain, **TOLERANCE)
+    fusion.remove()
+    assert projection.forward is own
+
+
+def test_a_block_with_a_forward_of_its_own_gets_it_back(fused):
+    model = build()
+    mlp = layer(model).mlp
+    inner = mlp.forward
+    own = mlp.forward = lambda x: -inner(x)
+    plain = logits(model)
+    fusion = fused(model)
+    fusion.install()
+    torch.testing.assert_close(logits(model), plain, **TOLERANCE)
+    fusion.remove()
+    assert mlp.forward is own
+    assert torch.equal(logits(model), plain)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "num_fused", "num_skipped"),
+    [
+        ("Phi3", {"pad_token_id": 0}, 0, NUM_GROUPS),
+        ("Olmo2", {}, NUM_GROUPS, 0),
+        ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2}, NUM_GROUPS // 2, 0),
+        (
+            "Qwen3Moe",
+            {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+            NUM_GROUPS // 2,
+            0,
+        ),
+    ],
+)
+def test_other_families_are_fused_as_far_as_they_can_be(family, changes, num_fused, num_skipped, fused):
+    model = build(family, **changes)
+    plain = logits(model)
+    fusion = fused(model)
+    fusion.install()
+    assert fusion.describe()["num_fused"] == num_fused
+    assert fusion.describe()["num_skipped"] == num_skipped
+    assert set(fusion.describe()["skipped"].values()) <= {"is one product already"}
+    torch.testing.assert_close(logits(model), plain, **TOLERANCE)
+
+
+class OddAttention(nn.Module):
+    """Calls its projections in another order, one twice, and one with an input of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(8, n) for n in (8, 4, 4))
+        self.fails = False
+
+    def forward(self, x):
+        value = self.v_proj(x)
+        if self.fails:
+            raise RuntimeError("in the middle")
+        return torch.cat([value, self.k_proj(2 * x), self.q_proj(x), self.k_proj(x)], dim=-1)
+
+
+def test_any_order_and_any_input_is_right(fused):
+    attention = OddAttention()
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), fused(attention):
+        fused_output = attention(x)
+        x.neg_()
+        negated = attention(x)
+        single = attention.k_proj(x)
+        attention.fails = True
+        with pytest.raises(RuntimeError, match="in the middle"):
+            attention(x)
+        attention.fails = False
+        x.mul_(2)
+        after_failure = attention(x)
+    torch.testing.assert_close(fused_output, attention(-x / 2))
+    torch.testing.assert_close(negated, attention(x / 2))
+    torch.testing.assert_close(single, attention.k_proj(x / 2))
+    torch.testing.assert_close(after_failure, attention(x))
+
+
+def test_hooks_of_the_caller_still_run(fused):
+    model = build()
+    projection = layer(model).self_attn.k_proj
+    projection.register_forward_pre_hook(lambda _, args: (args[0] * 2,))
+    projection.register_forward_hook(lambda _, args, output: output.mul_(3))
+    plain = logits(model)
+    with fused(model):
+        torch.testing.assert_close(logits(model), plain, **TOLERANCE)
+
+
+def test_two_drivers_may_share_a_model(fused):
+    model = build()
+    first, second = fused(model), fused(model)
+    first.install()
+    first.remove()
+    assert not second.install().has_moved
+    assert second.describe()["num_fused"] == NUM_GROUPS
+    plain = logits(model)
+    second.remove()
+    second.close()
+    assert first.install().has_moved
+    torch.testing.assert_close(logits(model), plain, **TOLERANCE)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["plain", "lora"])
+def test_traced_without_breaks_once_for_all_rounds(lora, fused):
+    model = with_lora(build("Qwen2")) if lora else build("Qwen2")
+    plain = logits(model)
+    fusion = fused(model)
+    graphs = []
+
+    def backend(graph, example_inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda ids: model(input_ids=ids, use_cache=False).logits, fullgraph=True, backend=backend
+    )
+    ids = torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for scale in (1.0, 0.5, 1.0):
+            for parameter in model.parameters():
+                parameter.mul_(scale)
+            with fusion:
+                torch.testing.assert_close(compiled(ids), logits(model), **TOLERANCE)
+        layer(model).self_attn.q_proj.to(torch.float64).to(torch.float32)
+        with fusion:
+            assert fusion.describe()["num_fused_again"] == 1
+            torch.testing.assert_close(compiled(ids), logits(model), **TOLERANCE)
+    assert len(graphs) == 1
+    fused_rows = SHAPE["hidden_size"] * 2
+    shapes = [tuple(n.meta["example_value"].shape) for n in graphs[0].graph.nodes if n.op == "placeholder"]
+    assert shapes.count((fused_rows, SHAPE["hidden_size"])) == SHAPE["num_hidden_layers"]
+    assert not torch.allclose(plain, logits(model))
+
+
+def test_one_layer_traced_serves_all_layers(fused):
+    model = build("Qwen3")
+    graphs = []
+
+    def backend(graph, example_inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    mlp = torch.compile(lambda layer, hidden: layer.mlp(hidden), fullgraph=True, backend=backend)
+    hidden = torch.randn(1, 5, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), fused(model):
+        for block in model.model.layers:
+            torch.testing.assert_close(mlp(block, hidden), block.mlp(hidden))
+    assert len(graphs) == 1
+
+
+def test_saving_while_fused_writes_the_right_files(fused, tmp_path):
+    model = build("Qwen2")
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    fusion = fused(model)
+    with fusion:
+        model.save_pretrained(tmp_path / "model", max_shard_size="20KB")
+        save_file(model.state_dict(), tmp_path / "plain.safetensors")
+        torch.save(model.state_dict(), tmp_path / "plain.pt")
+        duplicate = copy.deepcopy(model.state_dict())
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    sharded_files = list((tmp_path / "model").glob("*.safetensors"))
+    assert len(sharded_files) > 1
+    from_shards = {name: t for file in sharded_files for name, t in load_file(file).items()}
+    sources = (
+        loaded.state_dict(),
+        from_shards,
+        load_file(tmp_path / "plain.safetensors"),
+        duplicate,
+        torch.load(tmp_path / "plain.pt"),
+    )
+    for state in sources:
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(state[name], value) for name, value in expected.items())
+    assert sum(f.stat().st_size for f in sharded_files) < 1.2 * num_bytes(model) + 10_000
+    # A model that was read from disk is fused like any other.
+    again = fused(loaded)
+    again.install()
+    assert again.describe()["num_fused"] == NUM_GROUPS
+    torch.testing.assert_close(logits(loaded), logits(model), **TOLERANCE)
+
+
+def test_an_adapter_saved_while_fused_is_the_adapter(fused, tmp_path):
+    from peft import PeftModel
+
+    model = with_lora(build())
+    expected = logits(model)
+    with fused(model):
+        model.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(build(), tmp_path).eval()
+    assert torch.equal(logits(loaded), expected)
+
+
+def test_an_error_while_fusing_leaves_the_model_whole(fused, monkeypatch):
+    from cbexp.engine import fused_weights
+
+    model = build()
+    before, outputs, storages = snapshot(model), logits(model), num_storages(model)
+    calls = []
+
+    def fail_at_fourth(parameters):
+        calls.append(parameters)
+        if len(calls) == 4:
+            raise torch.OutOfMemoryError("no room")
+        stack(parameters)
+
+    monkeypatch.setattr(fused_weights, "stack", fail_at_fourth)
+    fusion = fused(model)
+    with pytest.raises(torch.OutOfMemoryError):
+        fusion.install()
+    assert torch.equal(logits(model), outputs)
+    assert_same_parameters(model, before)
+    fusion.close()
+    assert num_storages(model) == storages
+    fusion.install()
+    torch.testing.assert_close(logits(model), outputs, **TOLERANCE)
