@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from cbexp.engine.attention_paths import choose_attention_path
+from cbexp.engine.page_layout import LayerPages
+from cbexp.engine.paged_attention_op import paged_decode_attention
 from cbexp.engine.sequence_spans import read_spans
-from cbexp.engine.types import EngineError
+from cbexp.engine.types import EngineError, UnsupportedModelError
 from cbexp.engine.varlen_reference import attend_plainly, attend_with_sdpa
-
-if TYPE_CHECKING:
-    from cbexp.engine.page_layout import LayerPages
 
 # transformers' batching wants "flash" in the name of a maskless attention, and takes a digit after it for a version.
 ATTENTION_NAME = "cbexp_flash"
@@ -61,10 +60,11 @@ def attend(
     `cu_seq_lens_k`, `max_length_q` and `max_length_k` describe packed sequences, in each of which the queries are the
     last positions of the keys; query [1, num_heads, total_q, head_dim], result [1, total_q, num_heads, head_dim].
     """
+    window = sliding_window or 0
     if paged_layer is not None:
+        _check_window(window, paged_layer.window)
         positions = kwargs["positions"]
         return _attend_paged(query, key, value, paged_layer, positions, scaling, softcap, s_aux), None
-    window = sliding_window or 0
     lengths = _packed_lengths(kwargs, "sliding_attention" if window else "full_attention")
     packed = query.squeeze(0), key.squeeze(0), value.squeeze(0)
     output = _attend_packed(*packed, lengths, scaling, window, softcap, s_aux)
@@ -81,8 +81,6 @@ def _attend_paged(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    from cbexp.engine.paged_attention_op import paged_decode_attention
-
     output: Tensor = paged_decode_attention(
         query.squeeze(2),
         key.squeeze(2),
@@ -139,6 +137,19 @@ def _attend_varlen(
         **_GQA_FLAG,
     )
     return cast(Tensor, output)
+
+
+def _check_window(window: int, cache_window: int) -> None:
+    """Some models window their attention through masks alone, which would be lost here without a word."""
+    if window != cache_window:
+        raise UnsupportedModelError(
+            f"A layer of this model attends over {_describe_window(window)}, while its cache, built from the config's "
+            f"sliding_window and layer_types, keeps {_describe_window(cache_window)}: the model cannot be driven."
+        )
+
+
+def _describe_window(window: int) -> str:
+    return f"a window of {window} tokens" if window else "all tokens"
 
 
 def _packed_lengths(kwargs: Mapping[str, Any], layer_type: str) -> PackedLengths:

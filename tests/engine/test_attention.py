@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,9 +15,18 @@ from transformers import AttentionInterface, AutoConfig
 from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.gpt_oss import modeling_gpt_oss
 
-from cbexp.engine import EngineError, attention, attention_paths, sequence_spans, varlen_reference
+from cbexp.engine import (
+    EngineError,
+    UnsupportedModelError,
+    attention,
+    attention_paths,
+    sequence_spans,
+    varlen_reference,
+)
 from cbexp.engine.attention import ATTENTION_NAME
 from cbexp.engine.attention_paths import choose_attention_path, describe_attention_path
+from cbexp.engine.model_forward import ModelForward
+from cbexp.engine.page_layout import LayerPages
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 16
 SCALING = HEAD_DIM**-0.5
@@ -240,17 +250,56 @@ def test_the_function_is_registered_without_a_mask_function():
     assert ATTENTION_NAME not in AttentionMaskInterface()
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3", "mistral", "gpt_oss"])
-@pytest.mark.parametrize("max_batch_tokens", [256, 11])
-def test_prefill_and_mixed_steps_equal_generate(
-    new_model, make_driver, prompts, reference, family, max_batch_tokens
-):
-    model = new_model(family)
+def paged_layers(model, num_rows, num_tokens, page_size=4):
+    """Pages for every layer and a block table each, in the cache's layout: the keys' page, then the values'."""
+    config = model.config
+    layers = []
+    for layer in model.model.layers:
+        window = layer.self_attn.sliding_window or 0
+        width = -(-min(num_tokens, window or num_tokens) // page_size)
+        entries = 2 * torch.randperm(num_rows * width, dtype=torch.int32).view(num_rows, width)
+        pages = torch.full((2 * num_rows * width + 1, page_size, 2, config.head_dim), float("nan"))
+        layers.append(LayerPages(pages, entries, torch.tensor(1, dtype=torch.int32), window))
+    return layers
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "gpt_oss"])
+def test_decode_steps_equal_generate(new_model, make_prompts, reference, family):
+    """Two rows are fed token by token, prompt and completion alike, beyond the window; one of them ends early."""
+    model, num_new = new_model(family), 12
+    prompts = make_prompts((25, 18))
+    expected = [reference(family, prompt, num_new) for prompt in prompts]
     model.config._attn_implementation = ATTENTION_NAME
-    driver = make_driver(model, max_batch_tokens=max_batch_tokens)
-    driver.add_requests(prompts)
-    completions = [c.completion_ids for c in driver.drive_until_empty().values()]
-    assert completions == [reference(family, prompt, 12) for prompt in prompts]
+    forward = ModelForward(model, paged_layers(model, len(prompts), num_tokens=25 + num_new))
+    tokens = [list(prompt) for prompt in prompts]
+    for position in range(25 + num_new - 1):
+        is_active = [position < len(prompt) + num_new - 1 for prompt in prompts]
+        ids = [t[position] if active else 0 for t, active in zip(tokens, is_active, strict=True)]
+        places = [position if active else -1 for active in is_active]
+        with torch.no_grad():
+            chosen = forward(torch.tensor(ids), torch.tensor(places, dtype=torch.int32)).tolist()
+        for row, active in enumerate(is_active):
+            if active and position + 1 == len(tokens[row]):
+                tokens[row].append(chosen[row])
+    assert [tuple(t[len(p) :]) for t, p in zip(tokens, prompts, strict=True)] == expected
+
+
+def test_decode_traces_as_one_graph(new_model):
+    model = new_model("gemma2")
+    model.config._attn_implementation = ATTENTION_NAME
+    inputs = torch.tensor([5, 6]), torch.tensor([0, -1], dtype=torch.int32)
+    layers = paged_layers(model, num_rows=2, num_tokens=8)
+    compiled = torch.compile(ModelForward(model, layers).logits, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*inputs), ModelForward(model, layers).logits(*inputs))
+
+
+def test_a_window_that_the_model_does_not_pass_is_refused(new_model):
+    model = new_model("gemma3")
+    layers = [replace(layer, window=0) for layer in paged_layers(model, num_rows=1, num_tokens=1)]
+    model.config._attn_implementation = ATTENTION_NAME
+    with pytest.raises(UnsupportedModelError, match=r"over a window of 16 tokens, while .* keeps all tokens"):
+        ModelForward(model, layers)(torch.tensor([1]), torch.tensor([0], dtype=torch.int32))
 
 
 def test_a_call_without_a_paged_cache_is_told_why(new_model):
