@@ -149,8 +149,8 @@ def _allocate_buffer(device: torch.device) -> Tensor:
     num_bytes = min(BUFFER_BYTES, free_bytes // 4)
     if num_bytes < MIN_BUFFER_BYTES:
         raise EngineError(
-            f"measuring the bandwidth of {device} takes {MIN_BUFFER_BYTES / 2**30} GiB, a quarter of its free memory at "
-            f"most, and {free_bytes / 2**30:.2f} GiB are free: measure before the cache is built."
+            f"measuring the bandwidth of {device} takes {MIN_BUFFER_BYTES / 2**30} GiB, at most a quarter of "
+            f"the free memory, and {free_bytes / 2**30:.2f} GiB are free: measure before the cache is built."
         )
     num_columns = num_bytes // (4 * NUM_SUM_ROWS) // 1024 * 1024
     return torch.randn(NUM_SUM_ROWS, num_columns, device=device)

@@ -36,7 +36,7 @@ def sum_chunks(values: Tensor, sums: Tensor, tile: ReadTile) -> None:
 
 
 @triton.jit
-def _sum_chunks_kernel(values, sums, BLOCK: tl.constexpr, NUM_BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, N803
+def _sum_chunks_kernel(values, sums, BLOCK: tl.constexpr, NUM_BLOCKS: tl.constexpr):
     chunk = tl.program_id(0)
     first = values + chunk.to(tl.int64) * (BLOCK * NUM_BLOCKS) + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
