@@ -43,8 +43,8 @@ FAMILIES = {
 }
 NUM_GROUPS = 2 * SHAPE["num_hidden_layers"]
 MEMBERS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-# Sums inside the matrix product are ordered otherwise; measured at most 6e-6 of logits near 10.
-TOLERANCE = {"rtol": 1e-5, "atol": 2e-5}
+# Not bit for bit: a wider matrix product sums in another order. Measured: 2e-6 at most, of logits up to 6.
+TOLERANCE = {"rtol": 1e-6, "atol": 5e-6}
 
 
 def build(family="Llama", **changes):
@@ -274,6 +274,11 @@ def load_by_assignment(model):
     model.load_state_dict({name: -t for name, t in model.state_dict().items()}, assign=True)
 
 
+def exchange_rows(model):
+    gate, up = (getattr(layer(model).mlp, name).weight for name in ("gate_proj", "up_proj"))
+    gate.data, up.data = up.data, gate.data
+
+
 def change_dtype(model):
     model.to(torch.float64)
 
@@ -284,6 +289,7 @@ def change_dtype(model):
         (reassign_one, 1),
         (replace_parameter, 1),
         (replace_module, 1),
+        (exchange_rows, 1),
         (load_by_assignment, NUM_GROUPS),
         (change_dtype, NUM_GROUPS),
     ],
@@ -456,6 +462,9 @@ def test_what_cannot_be_fused_is_left_alone_and_named(spoil, when, fused):
     assert fusion.describe()["num_fused"] == NUM_GROUPS - len(skipped)
     if when == "before":
         assert {name: p.data_ptr() for name, p in layer(model).mlp.named_parameters()} == pointers
+    # The rest of a group that came apart does not keep the whole alive.
+    gate = layer(model).mlp.gate_proj.weight
+    assert gate.untyped_storage().nbytes() == gate.numel() * gate.element_size()
     assert fusion.weights.is_current()
     fusion.close()
     for name, parameter in model.named_parameters():
@@ -553,7 +562,10 @@ def test_any_order_and_any_input_is_right(fused):
         fused_output = attention(x)
         x.neg_()
         negated = attention(x)
+        attention.k_proj(x)
+        x.mul_(3)
         single = attention.k_proj(x)
+        x.div_(3)
         attention.fails = True
         with pytest.raises(RuntimeError, match="in the middle"):
             attention(x)
@@ -562,7 +574,7 @@ def test_any_order_and_any_input_is_right(fused):
         after_failure = attention(x)
     torch.testing.assert_close(fused_output, attention(-x / 2))
     torch.testing.assert_close(negated, attention(x / 2))
-    torch.testing.assert_close(single, attention.k_proj(x / 2))
+    torch.testing.assert_close(single, attention.k_proj(1.5 * x))
     torch.testing.assert_close(after_failure, attention(x))
 
 
