@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import re
 from dataclasses import dataclass, field
@@ -30,6 +31,11 @@ COMPILE_MODES = (
     "cuda_graph",
     "compiled_cuda_graph",
 )
+COMPILE_REGIONS = ("model", "layer")
+# A layer compiled on its own has no graph that spans the model, and without a compiler there is none at all.
+COMPILE_MODES_WITH_LAYER_REGION = ("default", "max_autotune_no_cudagraphs", "compiled_cuda_graph")
+FUSIONS = ("auto", "none", "projections", "layers")
+BATCH_SHAPES = ("natural", "buckets", "full")
 DRIVERS = ("sync", "manager", "generate")
 SCHEDULERS = ("fifo", "prefill_first")
 BLOCK_SHARING = ("auto", "on", "off")
@@ -206,21 +212,55 @@ class DatasetConfig:
 
 @dataclass
 class SamplingConfig:
-    """How tokens are chosen. Greedy for now. `eos_token_ids` None: the union of tokenizer and model."""
+    """How tokens are chosen, and how many. Greedy for now. `eos_token_ids` None: the union of tokenizer and model.
+
+    `max_new_tokens` is every request's limit. Each prompt gets a limit of its own from `max_new_tokens_file` (a JSON
+    list of whole numbers), or one drawn log-normally around `median_new_tokens`, of which `max_new_tokens` is the
+    longest: `sigma_new_tokens` is the deviation of their logarithm, `new_tokens_seed` None the root `seed`.
+    """
 
     name: str = "greedy"
     max_new_tokens: int | None = None
+    max_new_tokens_file: str | None = None
+    median_new_tokens: int | None = None
+    sigma_new_tokens: float = 1.0
+    new_tokens_seed: int | None = None
     ignore_eos: bool = False
     eos_token_ids: list[int] | None = None
     pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
         check_at_least("sampling.max_new_tokens", self.max_new_tokens, 1)
+        check_at_least("sampling.sigma_new_tokens", self.sigma_new_tokens, 0)
+        check_at_least("sampling.new_tokens_seed", self.new_tokens_seed, 0)
+        if self.median_new_tokens is not None:
+            self._check_drawn_limits(self.median_new_tokens)
+        if self.max_new_tokens_file is not None and self.max_new_tokens is not None:
+            raise ConfigError(
+                f"sampling.max_new_tokens={self.max_new_tokens} and sampling.max_new_tokens_file exclude each other: "
+                "the file has every prompt's limit. Set one of them to null."
+            )
         check_at_least("sampling.pad_token_id", self.pad_token_id, 0)
         for token_id in self.eos_token_ids or []:
             check_at_least("sampling.eos_token_ids", token_id, 0)
         if self.eos_token_ids == []:
             raise ConfigError("sampling.eos_token_ids=[] ends nothing: say sampling.ignore_eos=true instead.")
+
+    @property
+    def has_limits_per_prompt(self) -> bool:
+        """Whether each prompt has a limit of its own."""
+        return self.max_new_tokens_file is not None or self.median_new_tokens is not None
+
+    def _check_drawn_limits(self, median: int) -> None:
+        check_at_least("sampling.median_new_tokens", median, 1)
+        if self.max_new_tokens_file is not None:
+            raise ConfigError(
+                f"sampling.median_new_tokens={median} and sampling.max_new_tokens_file exclude each other: limits are "
+                "drawn or read. Set one of them to null."
+            )
+        example = f"give the longest limit that sampling.median_new_tokens={median} may draw, as in 8192"
+        check_is_set("sampling.max_new_tokens", self.max_new_tokens, example)
+        check_at_least("sampling.max_new_tokens", self.max_new_tokens, median)
 
 
 @dataclass
@@ -253,15 +293,57 @@ class CacheConfig:
 
 @dataclass
 class CompileConfig:
-    """How the forward is compiled and captured; `cache_dir` keeps compiled code between runs."""
+    """How the decode forward is compiled, captured and batched.
+
+    `region`: what torch.compile takes at once. `fusion`: matrix products of projections, or whole decoder layers, as
+    one. `batch_shape`: the rows a decode step computes: those it has, the next of `buckets` (None: powers of two up to
+    the largest batch), or always the largest. `max_burst`: decode steps between two looks of the host. `self_check`:
+    compare each bucket's forward with the eager one before it is used. `cache_dir` keeps compiled code between runs
+    (None: PyTorch's own folder, which a reboot empties); TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR go before it.
+    """
 
     mode: str = "auto"
+    region: str = "model"
+    fusion: str = "auto"
+    batch_shape: str = "buckets"
+    buckets: list[int] | None = None
+    max_burst: int = 128
+    self_check: bool = True
     recompile_limit: int = 256
-    cache_dir: str | None = None
+    cache_dir: str | None = "~/.cache/cbexp/compile"
 
     def __post_init__(self) -> None:
         check_choice("compile.mode", self.mode, COMPILE_MODES)
+        check_choice("compile.region", self.region, COMPILE_REGIONS)
+        check_choice("compile.fusion", self.fusion, FUSIONS)
+        check_choice("compile.batch_shape", self.batch_shape, BATCH_SHAPES)
+        check_at_least("compile.max_burst", self.max_burst, 1)
         check_at_least("compile.recompile_limit", self.recompile_limit, 1)
+        if self.cache_dir == "":
+            raise ConfigError("compile.cache_dir is empty: give a folder, or null for PyTorch's own.")
+        if self.buckets is not None:
+            self._check_buckets(self.buckets)
+        if self.mode != "auto":
+            check_region(self.region, self.mode)
+
+    def _check_buckets(self, buckets: list[int]) -> None:
+        if not buckets or buckets[0] < 1 or any(a >= b for a, b in itertools.pairwise(buckets)):
+            shown = ",".join(map(str, buckets))
+            raise ConfigError(
+                f"compile.buckets=[{shown}] must be batch sizes of at least 1 in ascending order, as in [1,8,32]."
+            )
+
+
+def check_region(region: str, mode: str) -> None:
+    """Raise `ConfigError` unless the (resolved) compile mode can compile by `region`."""
+    if region == "layer" and mode not in COMPILE_MODES_WITH_LAYER_REGION:
+        reason = (
+            "compiles nothing" if mode in ("eager", "cuda_graph") else "needs the whole model for its graphs"
+        )
+        raise ConfigError(
+            f"compile.region=layer does not work with compile.mode={mode}, which {reason}: use "
+            f"compile={' or '.join(COMPILE_MODES_WITH_LAYER_REGION)}, or compile.region=model."
+        )
 
 
 @dataclass
@@ -340,10 +422,15 @@ class ExperimentConfig:
             )
         if self.has_paged_cache:
             self._check_cache()
+        if self.driver.name == "sync" and self.compile.buckets is not None:
+            self._check_largest_bucket(self.compile.buckets[-1])
 
     @property
     def max_new_tokens(self) -> int:
-        """The limit a request has: the sampling group's, else the model's default."""
+        """The limit of a request, or the longest that is drawn: the sampling group's, else the model's default.
+
+        The limits of a file are not known here, but to the plan.
+        """
         return self.sampling.max_new_tokens or self.model.default_max_new_tokens
 
     @property
@@ -358,11 +445,21 @@ class ExperimentConfig:
                 f"cache.max_requests_per_batch={max_requests} is too small: it must hold the "
                 f"dataset.num_generations={num_generations} requests of a prompt."
             )
+        if self.sampling.has_limits_per_prompt:  # the plan, which knows them, checks them
+            return
         num_needed = (self.dataset.max_length or 1) + self.max_new_tokens
         if self.cache.num_tokens is not None and self.cache.num_tokens < num_needed:
             raise ConfigError(
                 f"cache.num_tokens={self.cache.num_tokens} is too small: one request needs {num_needed} (its prompt "
                 f"and max_new_tokens={self.max_new_tokens})."
+            )
+
+    def _check_largest_bucket(self, largest: int) -> None:
+        batch = max(self.cache.max_requests_per_batch or 1, self.dataset.num_generations)
+        if largest < batch:
+            raise ConfigError(
+                f"compile.buckets ends at {largest}, and a batch may have {batch} requests "
+                "(cache.max_requests_per_batch or dataset.num_generations): add a bucket that holds them."
             )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import transformers
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
@@ -14,12 +16,30 @@ from cbexp.model.memory import free_memory_bytes
 from cbexp.peers.base import PeerConfig
 from cbexp.peers.generate import GenerateDriver
 from cbexp.peers.manager import ManagerDriver
-from cbexp.planning.cache_sizing import CacheSize, check_prompt_lengths, max_requests_in_memory, size_cache
-from cbexp.planning.compile_choice import apply_compile_settings
+from cbexp.planning.cache_sizing import (
+    CacheSize,
+    check_prompt_lengths,
+    full_lengths,
+    max_requests_in_memory,
+    size_cache,
+)
+from cbexp.planning.compile_cache import compile_environment, describe_compile_cache
+from cbexp.planning.compile_choice import ENGINE_MODES
 from cbexp.planning.dry_run import DryRunReport, summarize_dry_run
 from cbexp.planning.plan import RunPlan, build_plan
+from cbexp.planning.roofline import measure_roofline
 
-__all__ = ["DryRunReport", "RunPlan", "build_driver", "build_plan", "resolve_stop_ids", "summarize_dry_run"]
+__all__ = [
+    "DryRunReport",
+    "RunPlan",
+    "build_driver",
+    "build_plan",
+    "compile_environment",
+    "describe_compile_cache",
+    "measure_roofline",
+    "resolve_stop_ids",
+    "summarize_dry_run",
+]
 
 
 def resolve_stop_ids(
@@ -69,7 +89,6 @@ def build_driver(
     """
     lengths = [len(ids) for ids in prompts.prompt_ids]
     check_prompt_lengths(plan, lengths)
-    apply_compile_settings(config.compile, plan.compile_mode)
     free_bytes = free_memory_bytes(plan.device)
     if plan.driver == "generate":
         num_rows = max_requests_in_memory(plan, lengths, free_bytes)
@@ -80,22 +99,37 @@ def build_driver(
     size = size_cache(plan, lengths, config.dataset.num_generations, _slack_blocks(plan), free_bytes)
     if plan.driver == "manager":
         return ManagerDriver(loaded.model, _peer_config(plan, size, lengths, eos_token_ids, pad_token_id))
-    return SyncCBDriver(
-        loaded.model,
-        # An empty one: nothing of the model's own generation config may leak in.
-        GenerationConfig(),
-        CBSyncConfig(
-            max_new_tokens=plan.max_new_tokens,
-            eos_token_id=eos_token_ids,
-            pad_token_id=pad_token_id,
-            page_size=plan.page_size,
-            num_blocks=size.num_blocks,
-            max_batch_tokens=size.max_batch_tokens,
-            max_requests_per_batch=size.max_requests_per_batch,
-            allow_block_sharing=plan.block_sharing,
-            scheduler=plan.scheduler,
-            on_step=on_step,
-        ),
+    # An empty generation config: nothing of the model's own may leak in.
+    settings = _sync_config(config, plan, size, eos_token_ids, pad_token_id, on_step)
+    if plan.decode is not None:
+        settings = dataclasses.replace(settings, **vars(plan.decode))
+    return SyncCBDriver(loaded.model, GenerationConfig(), settings)
+
+
+def _sync_config(
+    config: ExperimentConfig,
+    plan: RunPlan,
+    size: CacheSize,
+    eos_token_ids: tuple[int, ...],
+    pad_token_id: int,
+    on_step: OnStep | None,
+) -> CBSyncConfig:
+    compile_mode, cuda_graph = ENGINE_MODES[plan.compile_mode]
+    return CBSyncConfig(
+        max_new_tokens=plan.max_new_tokens,
+        eos_token_id=eos_token_ids,
+        pad_token_id=pad_token_id,
+        attn_implementation=plan.attention.implementation,
+        compile_mode=compile_mode,
+        cuda_graph=cuda_graph,
+        recompile_limit=config.compile.recompile_limit,
+        page_size=plan.page_size,
+        num_blocks=size.num_blocks,
+        max_batch_tokens=size.max_batch_tokens,
+        max_requests_per_batch=size.max_requests_per_batch,
+        allow_block_sharing=plan.block_sharing,
+        scheduler=plan.scheduler,
+        on_step=on_step,
     )
 
 
@@ -117,7 +151,7 @@ def _peer_config(
         max_batch_tokens=size.max_batch_tokens,
         allow_block_sharing=plan.block_sharing,
         scheduler=plan.scheduler,
-        max_request_tokens=max(prompt_lengths) + plan.max_new_tokens,
+        max_request_tokens=max(full_lengths(plan, prompt_lengths)),
     )
 
 

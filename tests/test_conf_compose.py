@@ -12,6 +12,7 @@ from cbexp.cli.command_line import conf_dir
 from cbexp.cli.composer import parse_arguments, register_job_folder
 from cbexp.cli.preflight import check_command
 from cbexp.config import (
+    BATCH_SHAPES,
     COMPILE_MODES,
     DATASET_KINDS,
     DRIVERS,
@@ -19,6 +20,8 @@ from cbexp.config import (
     ExperimentConfig,
     register_schema,
 )
+from cbexp.dataset.completion_limits import load_completion_limits
+from cbexp.dataset.synthetic import draw_lengths
 from cbexp.planning.idle_settings import idle_settings
 
 CHOICES = sorted(
@@ -32,7 +35,17 @@ NEEDS = {
     ("dataset", "jsonl"): ["dataset.path=rows.jsonl"],
     ("dataset", "synthetic_file"): ["dataset.lengths_file=lengths.txt"],
 }
-SINGLE_EXPERIMENTS = [name for name in EXPERIMENTS if name != "compile_modes"]
+MULTIRUN_EXPERIMENTS = {
+    "compile_modes": ("compile.mode", COMPILE_MODES),
+    "batch_shapes": ("compile.batch_shape", BATCH_SHAPES),
+}
+SINGLE_EXPERIMENTS = {
+    "smoke": 16,
+    "rollout_32": 512,
+    "rollout_32x8": 512,
+    "rollout_256": 512,
+    "rollout_natural": 8192,
+}
 IDENTITIES = ("name", "kind", "mode")
 
 
@@ -113,7 +126,7 @@ def test_experiment_wins_over_what_a_model_brings(model, experiment):
     config = compose(f"experiment={experiment}", f"model={model}", *NEEDS.get(("model", model), []))
     assert config.dataset.kind == "synthetic"
     assert config.model.name == model
-    assert config.max_new_tokens == {"smoke": 16, "rollout_32": 512, "rollout_256": 512}[experiment]
+    assert config.max_new_tokens == SINGLE_EXPERIMENTS[experiment]
 
 
 def test_order_on_the_command_line_does_not_matter():
@@ -124,10 +137,10 @@ def test_order_on_the_command_line_does_not_matter():
 @pytest.mark.parametrize("model", ["tiny", "qwen3_4b"])
 def test_command_line_wins_over_model_and_experiment(model, experiment):
     config = compose(
-        f"experiment={experiment}", "dataset=gsm8k", f"model={model}", "sampling.max_new_tokens=9"
+        f"experiment={experiment}", "dataset=gsm8k", f"model={model}", "sampling.max_new_tokens=999"
     )
     assert config.dataset.name == "gsm8k"
-    assert config.max_new_tokens == 9
+    assert config.max_new_tokens == 999
     assert compose(f"model={model}", "dataset=gsm8k").dataset.name == "gsm8k"
 
 
@@ -144,10 +157,33 @@ def test_rollout_workloads_have_their_known_size(experiment, num_prompts, num_to
     assert (config.cache.block_sharing, config.max_new_tokens) == ("off", 512)
 
 
-def test_compile_modes_is_a_multirun_over_all_of_them():
-    command = check("experiment=compile_modes")
+def test_every_experiment_is_a_single_run_or_a_multirun():
+    assert set(EXPERIMENTS) == {*SINGLE_EXPERIMENTS, *MULTIRUN_EXPERIMENTS}
+
+
+@pytest.mark.parametrize(("experiment", "swept"), MULTIRUN_EXPERIMENTS.items())
+def test_multirun_sweeps_every_value_with_the_synchronous_driver(experiment, swept):
+    key, values = swept
+    group, _, setting = key.partition(".")
+    command = check(f"experiment={experiment}")
     assert command.is_multirun
-    assert [job.config.compile.mode for job in command.jobs] == list(COMPILE_MODES)
+    assert [getattr(getattr(job.config, group), setting) for job in command.jobs] == list(values)
+    assert {job.config.driver.name for job in command.jobs} == {"sync"}
+
+
+def test_natural_rollouts_have_their_known_lengths():
+    config = compose("experiment=rollout_natural", "model=qwen3_4b", "model.init=random")
+    limits = load_completion_limits(config)
+    assert (len(limits), sum(limits), max(limits), min(limits)) == (512, 514_238, 8192, 55)
+    assert sorted(limits)[255:257] == [598, 603]
+    assert limits[:5] == [297, 1318, 4594, 484, 388]
+    lengths = draw_lengths(config.dataset, config.seed)
+    assert (min(lengths) >= 100, max(lengths) <= 300, len(lengths)) == (True, True, 512)
+    assert config.sampling.ignore_eos
+    assert config.cache.max_requests_per_batch == 256 < len(limits)
+
+
+def test_compile_modes_can_be_narrowed():
     narrowed = check("experiment=compile_modes", "compile=eager,default")
     assert [job.config.compile.mode for job in narrowed.jobs] == ["eager", "default"]
 

@@ -17,11 +17,19 @@ from cbexp.config import (
     TrackingConfig,
     to_plain_dict,
 )
+from cbexp.engine.types import CBSyncConfig
 from cbexp.errors import ConfigError
 from cbexp.planning.idle_settings import idle_settings
 
 SYNTHETIC = {"name": "synthetic", "kind": "synthetic", "min_length": 4, "max_length": 8}
 HUB = {"name": "rows", "kind": "hub", "path": "org/rows", "split": "train", "prompt_field": "question"}
+DECODE = {
+    "fusion": "projections",
+    "batch_shape": "full",
+    "buckets": [1, 8],
+    "max_burst": 9,
+    "self_check": False,
+}
 JSONL = {"name": "jsonl", "kind": "jsonl", "path": "rows.jsonl", "prompt_field": "prompt"}
 
 
@@ -72,6 +80,53 @@ def test_default_experiment_is_whole_and_has_nothing_idle():
         (lambda: CacheConfig(max_memory_fraction=1.5), ["cache.max_memory_fraction=1.5"]),
         (lambda: CompileConfig(mode="reduce-overhead"), ["Did you mean 'reduce_overhead'?"]),
         (lambda: CompileConfig(recompile_limit=0), ["compile.recompile_limit=0"]),
+        (lambda: CompileConfig(region="layers"), ["compile.region=layers", "Did you mean 'layer'?"]),
+        (lambda: CompileConfig(fusion="projection"), ["Did you mean 'projections'?"]),
+        (lambda: CompileConfig(batch_shape="bucket"), ["natural, buckets, full"]),
+        (lambda: CompileConfig(buckets=[8, 4]), ["compile.buckets=[8,4]", "ascending", "[1,8,32]"]),
+        (lambda: CompileConfig(buckets=[4, 4]), ["compile.buckets=[4,4]"]),
+        (lambda: CompileConfig(buckets=[0, 4]), ["compile.buckets=[0,4]", "at least 1"]),
+        (lambda: CompileConfig(buckets=[]), ["compile.buckets=[]"]),
+        (lambda: CompileConfig(max_burst=0), ["compile.max_burst=0"]),
+        (lambda: CompileConfig(cache_dir=""), ["compile.cache_dir is empty", "null"]),
+        *(
+            (
+                lambda mode=mode: CompileConfig(mode, region="layer"),
+                [f"compile.mode={mode}", reason, "region=model"],
+            )
+            for mode, reason in {
+                "eager": "compiles nothing",
+                "cuda_graph": "compiles nothing",
+                "reduce_overhead": "needs the whole model",
+                "max_autotune": "needs the whole model",
+            }.items()
+        ),
+        (
+            lambda: ExperimentConfig(
+                compile=CompileConfig(buckets=[1, 4]), dataset=DatasetConfig(num_generations=8)
+            ),
+            ["compile.buckets ends at 4", "8 requests"],
+        ),
+        (
+            lambda: ExperimentConfig(
+                compile=CompileConfig(buckets=[1, 4]), cache=CacheConfig(max_requests_per_batch=5)
+            ),
+            ["compile.buckets ends at 4", "5 requests"],
+        ),
+        (
+            lambda: SamplingConfig(max_new_tokens=9, max_new_tokens_file="f.json"),
+            ["sampling.max_new_tokens=9", "max_new_tokens_file", "exclude each other"],
+        ),
+        (
+            lambda: SamplingConfig(median_new_tokens=9, max_new_tokens_file="f.json"),
+            ["sampling.median_new_tokens=9", "exclude each other"],
+        ),
+        (
+            lambda: SamplingConfig(median_new_tokens=9),
+            ["sampling.max_new_tokens is not set", "median_new_tokens=9"],
+        ),
+        (lambda: SamplingConfig(median_new_tokens=9, max_new_tokens=8), ["max_new_tokens=8", "at least 9"]),
+        (lambda: SamplingConfig(sigma_new_tokens=-0.1), ["sampling.sigma_new_tokens=-0.1"]),
         (lambda: DriverConfig(name="vllm"), ["driver.name=vllm", "sync, manager, generate"]),
         (lambda: TrackingConfig(project=""), ["tracking.project is not set"]),
         (
@@ -149,6 +204,42 @@ def test_sampling_limit_wins_over_the_model_default():
         ({"compile": CompileConfig("eager", recompile_limit=8)}, ["compile.recompile_limit=8"]),
         ({"compile": CompileConfig("cuda_graph", cache_dir="d")}, ["compile.cache_dir=d"]),
         ({"compile": CompileConfig("default", recompile_limit=8, cache_dir="d")}, []),
+        ({"compile": CompileConfig("cuda_graph", cache_dir=None)}, ["compile.cache_dir=None"]),
+        ({"compile": CompileConfig("default", region="layer", **DECODE)}, []),
+        (
+            {"compile": CompileConfig(batch_shape="natural", buckets=[4])},
+            ["compile.buckets=[4]"],
+        ),
+        ({"compile": CompileConfig(batch_shape="full", buckets=[4])}, []),
+        *(
+            (
+                {
+                    "driver": DriverConfig(driver),
+                    "compile": CompileConfig("default", region="layer", **DECODE),
+                },
+                ["compile.region=layer", *(f"compile.{key}={value}" for key, value in DECODE.items())],
+            )
+            for driver in ("manager", "generate")
+        ),
+        (
+            {
+                "model": ModelConfig(name_or_path="a/b", attn_implementation="sdpa"),
+                "compile": CompileConfig(**DECODE),
+            },
+            [f"compile.{key}={value}" for key, value in DECODE.items() if key != "fusion"],
+        ),
+        (
+            {"sampling": SamplingConfig(sigma_new_tokens=0.5, new_tokens_seed=3)},
+            ["sampling.sigma_new_tokens=0.5", "sampling.new_tokens_seed=3"],
+        ),
+        (
+            {
+                "sampling": SamplingConfig(
+                    max_new_tokens=9, median_new_tokens=4, sigma_new_tokens=0.5, new_tokens_seed=3
+                )
+            },
+            [],
+        ),
         ({"tracking": TrackingConfig("disabled", group="g")}, ["tracking.group=g"]),
         ({"tracking": TrackingConfig(max_logged_completions=5)}, ["tracking.max_logged_completions=5"]),
         ({"tracking": TrackingConfig(log_completions=True, max_logged_completions=5)}, []),
@@ -179,6 +270,26 @@ def test_sampling_limit_wins_over_the_model_default():
 def test_idle_settings_are_named(parts, expected):
     lines = idle_settings(ExperimentConfig(**parts))
     assert sorted(line.split(" has no effect")[0] for line in lines) == sorted(expected)
+
+
+def test_kernels_of_the_drivers_own_use_the_compile_cache():
+    config = ExperimentConfig(compile=CompileConfig("eager", recompile_limit=8, cache_dir="d"))
+    (line,) = idle_settings(config, has_kernels=True)
+    assert line.startswith("compile.recompile_limit=8")
+
+
+def test_defaults_are_the_engines_own():
+    settings, engine = CompileConfig(), CBSyncConfig()
+    for name in ("fusion", "batch_shape", "buckets", "max_burst", "self_check"):
+        assert getattr(settings, name) == getattr(engine, name)
+    assert settings.region == engine.compile_region
+
+
+def test_limits_of_the_prompts_own_are_checked_by_the_plan():
+    cache = CacheConfig(num_tokens=100)
+    sampling = SamplingConfig(max_new_tokens=500, median_new_tokens=4, sigma_new_tokens=0)
+    ExperimentConfig(cache=cache, sampling=sampling)
+    ExperimentConfig(cache=cache, sampling=SamplingConfig(max_new_tokens_file="limits.json"))
 
 
 def test_idle_setting_says_why():

@@ -106,8 +106,8 @@ def test_layouts_tell_sliding_layers_apart():
 
 def test_each_request_takes_whole_pages():
     """100 + 28 = 128 tokens are 4 pages of 32, 101 + 28 = 129 are 5; three generations of each: 27 pages."""
-    assert cache_tokens_needed([100, 101], 28, 3, 32) == 27 * 32
-    assert cache_tokens_needed([1], 1, 1, 256) == 256
+    assert cache_tokens_needed([128, 129], 3, 32) == 27 * 32
+    assert cache_tokens_needed([2], 1, 256) == 256
 
 
 @pytest.mark.parametrize(

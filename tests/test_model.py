@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from cbexp.config import AdapterConfig, ModelConfig
 from cbexp.errors import ConfigError, ModelError, NotApplicableError
-from cbexp.model.attention_choice import resolve_attention
+from cbexp.model.attention_choice import resolve_attention, resolve_loaded_attention
 from cbexp.model.loading import load_architecture, load_model, load_tokenizer, resolve_device, resolve_dtype
 from tests.model_fixtures import QWEN3, TINY, save_model
 
@@ -113,34 +113,56 @@ def test_other_devices_are_refused(name):
         resolve_device(name)
 
 
+def test_attention_auto_is_the_engines_own_for_the_synchronous_driver_alone():
+    qwen3 = AutoConfig.for_model("qwen3")
+    for device in (CPU, torch.device("cuda", 0)):
+        for name in ("auto", "cbexp"):
+            choice = resolve_attention(name, "sync", qwen3, device, torch.float32)
+            assert (choice.implementation, choice.reason, choice.is_masked) == ("cbexp", None, False)
+    assert resolve_attention("sdpa", "sync", qwen3, CPU, torch.float32).implementation == "sdpa"
+    for driver in ("manager", "generate"):
+        assert resolve_attention("auto", driver, qwen3, CPU, torch.float32).implementation == "sdpa"
+        with pytest.raises(
+            ConfigError, match=f"attn_implementation=cbexp .* does not work with driver={driver}"
+        ):
+            resolve_attention("cbexp", driver, qwen3, CPU, torch.float32)
+
+
+def test_model_is_loaded_with_transformers_attention_when_the_engines_own_will_run():
+    gpt_oss = AutoConfig.for_model("gpt_oss")
+    assert resolve_loaded_attention("cbexp", gpt_oss, CPU, torch.float32).implementation == "eager"
+    qwen3 = AutoConfig.for_model("qwen3")
+    assert resolve_loaded_attention("cbexp", qwen3, CPU, torch.float32).implementation == "sdpa"
+
+
 def test_attention_auto_takes_sdpa_where_the_model_has_it():
-    choice = resolve_attention("auto", AutoConfig.for_model("qwen3"), CPU, torch.float32)
+    choice = resolve_loaded_attention("auto", AutoConfig.for_model("qwen3"), CPU, torch.float32)
     assert (choice.implementation, choice.reason) == ("sdpa", None)
 
 
 @pytest.mark.parametrize(("model_type", "word"), [("gpt_oss", "attention sinks"), ("gemma2", "soft cap")])
 def test_attention_auto_says_why_it_is_eager(model_type, word):
     architecture = AutoConfig.for_model(model_type)
-    choice = resolve_attention("auto", architecture, CPU, torch.float32)
+    choice = resolve_loaded_attention("auto", architecture, CPU, torch.float32)
     assert choice.implementation == "eager"
     assert word in str(choice.reason)
     with pytest.raises(ModelError, match=word):
-        resolve_attention("sdpa", architecture, CPU, torch.float32)
+        resolve_loaded_attention("sdpa", architecture, CPU, torch.float32)
 
 
 def test_attention_that_cannot_run_is_refused_with_its_reason(monkeypatch):
     qwen3 = AutoConfig.for_model("qwen3")
     cuda = torch.device("cuda", 0)
     with pytest.raises(NotApplicableError, match="flash_attention_2 needs a CUDA device"):
-        resolve_attention("flash_attention_2", qwen3, CPU, torch.bfloat16)
+        resolve_loaded_attention("flash_attention_2", qwen3, CPU, torch.bfloat16)
     with pytest.raises(ConfigError, match="bfloat16 or float16 only"):
-        resolve_attention("flash_attention_2", qwen3, cuda, torch.float32)
+        resolve_loaded_attention("flash_attention_2", qwen3, cuda, torch.float32)
     with pytest.raises(ModelError, match="needs the package flash-attn-3, which is not installed"):
-        resolve_attention("flash_attention_3", qwen3, cuda, torch.bfloat16)
+        resolve_loaded_attention("flash_attention_3", qwen3, cuda, torch.bfloat16)
     with pytest.raises(ModelError, match="kernel on the hub and needs the package kernels"):
-        resolve_attention("kernels-community/flash-attn2", qwen3, cuda, torch.bfloat16)
+        resolve_loaded_attention("kernels-community/flash-attn2", qwen3, cuda, torch.bfloat16)
     with pytest.raises(ConfigError, match="Did you mean 'sdpa'"):
-        resolve_attention("sdpaa", qwen3, cuda, torch.bfloat16)
+        resolve_loaded_attention("sdpaa", qwen3, cuda, torch.bfloat16)
 
 
 # Random weights

@@ -1,4 +1,4 @@
-"""Which of transformers' attention implementations a model runs: `auto` resolved, what is missing named."""
+"""Which attention a model runs, the engine's own or one of transformers': `auto` resolved, what is missing named."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ from transformers.utils.import_utils import (
 )
 
 from cbexp.checks import check_choice
+from cbexp.engine.types import ENGINE_ATTENTION
 from cbexp.errors import ConfigError, ModelError, NotApplicableError
 from cbexp.model.architecture import causal_model_class
 
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """An attention implementation by transformers' name; `reason` says why `auto` took another than sdpa."""
+    """The engine's attention (`cbexp`) or an implementation by transformers' name.
+
+    `reason` says why `auto` took another of transformers' than sdpa.
+    """
 
     implementation: str
     reason: str | None = None
@@ -43,13 +47,33 @@ FLASH_PACKAGES = {
     "flash_attention_3": _FlashPackage("flash-attn-3", is_flash_attn_3_available),
     "flash_attention_4": _FlashPackage("flash-attn-4", is_flash_attn_4_available),
 }
-ATTENTION_IMPLEMENTATIONS = ("auto", "sdpa", "eager", *FLASH_PACKAGES)
+ATTENTION_IMPLEMENTATIONS = ("auto", ENGINE_ATTENTION, "sdpa", "eager", *FLASH_PACKAGES)
 
 
 def resolve_attention(
+    name: str, driver: str, architecture: PreTrainedConfig, device: torch.device, dtype: torch.dtype
+) -> AttentionChoice:
+    """Return the attention that `driver` runs when `name` is asked for: auto is the engine's own where there is one.
+
+    Raises:
+        ConfigError: `driver` does not have it; and all that `resolve_loaded_attention` raises.
+    """
+    if driver == "sync" and name in ("auto", ENGINE_ATTENTION):
+        return AttentionChoice(ENGINE_ATTENTION)
+    if name == ENGINE_ATTENTION:
+        raise ConfigError(
+            f"model.attn_implementation={name} is the synchronous driver's own and does not work with "
+            f"driver={driver}: use driver=sync, or model.attn_implementation=auto."
+        )
+    return resolve_loaded_attention(name, architecture, device, dtype)
+
+
+def resolve_loaded_attention(
     name: str, architecture: PreTrainedConfig, device: torch.device, dtype: torch.dtype
 ) -> AttentionChoice:
-    """Return the implementation called `name`: one of `ATTENTION_IMPLEMENTATIONS`, or a kernel's hub id (with a slash).
+    """Return the implementation that transformers loads a model with: `name`, or its hub id (with a slash).
+
+    For auto and for the engine's attention, which takes its place while it drives, it is sdpa where the model has it.
 
     Raises:
         ConfigError: there is no such implementation, or it does not run in `dtype`.
@@ -58,7 +82,7 @@ def resolve_attention(
     """
     if "/" not in name:
         check_choice("model.attn_implementation", name, ATTENTION_IMPLEMENTATIONS)
-    if name == "auto":
+    if name in ("auto", ENGINE_ATTENTION):
         return _choose_attention(architecture)
     if name == "sdpa":
         _require_sdpa(architecture)

@@ -20,7 +20,7 @@ from cbexp.errors import ModelError
 from cbexp.hub import Source, explained_loading
 from cbexp.model.adapter import attach_adapter
 from cbexp.model.architecture import load_architecture, model_source
-from cbexp.model.attention_choice import AttentionChoice, resolve_attention
+from cbexp.model.attention_choice import AttentionChoice, resolve_loaded_attention
 from cbexp.model.device import resolve_device, resolve_dtype
 from cbexp.model.memory import sum_weights
 from cbexp.model.random_model import build_random_model
@@ -105,7 +105,7 @@ def load_model(config: ModelConfig, adapter: AdapterConfig, seed: int) -> Loaded
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
     architecture = load_architecture(config)
-    attention = resolve_attention(config.attn_implementation, architecture, device, dtype)
+    attention = resolve_loaded_attention(config.attn_implementation, architecture, device, dtype)
     if config.init == "random":
         model = build_random_model(architecture, device, dtype, attention, seed)
     else:

@@ -91,14 +91,12 @@ def kv_bytes_per_token(architecture: PreTrainedConfig, dtype: torch.dtype) -> in
     return 2 * layout.num_layers * layout.num_kv_heads * layout.head_dim * dtype.itemsize
 
 
-def cache_tokens_needed(
-    prompt_lengths: Sequence[int], max_new_tokens: int, num_generations: int, page_size: int
-) -> int:
-    """Return the tokens of a cache that holds every request at full length at once.
+def cache_tokens_needed(full_lengths: Sequence[int], num_generations: int, page_size: int) -> int:
+    """Return the tokens of a cache that holds every request at full length (prompt and new tokens) at once.
 
-    Each request takes whole pages, and shared prefixes are not discounted.
+    `full_lengths` has one for each prompt. Each request takes whole pages, and shared prefixes are not discounted.
     """
-    pages = sum(math.ceil((length + max_new_tokens) / page_size) for length in prompt_lengths)
+    pages = sum(math.ceil(length / page_size) for length in full_lengths)
     return pages * num_generations * page_size
 
 

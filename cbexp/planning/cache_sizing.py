@@ -29,14 +29,19 @@ class CacheSize:
     max_requests_per_batch: int
 
 
+def full_lengths(plan: RunPlan, prompt_lengths: Sequence[int]) -> list[int]:
+    """Return the tokens of each prompt's requests at full length: the prompt's and all new ones."""
+    return [length + limit for length, limit in zip(prompt_lengths, plan.limits, strict=True)]
+
+
 def check_prompt_lengths(plan: RunPlan, prompt_lengths: Sequence[int]) -> None:
     """Raise `ConfigError`, naming the prompt, when prompt and new tokens exceed the model's positions."""
     positions = getattr(plan.architecture, "max_position_embeddings", None)
-    longest = max(prompt_lengths)
-    if positions is None or longest + plan.max_new_tokens <= positions:
+    index, longest = _find_longest(plan, prompt_lengths)
+    if positions is None or longest <= positions:
         return
     raise ConfigError(
-        f"prompt {prompt_lengths.index(longest)} has {longest} tokens, which with {plan.max_new_tokens} new tokens "
+        f"prompt {index} has {prompt_lengths[index]} tokens, which with {plan.limits[index]} new tokens "
         f"exceed the model's {positions} positions (max_position_embeddings). Lower sampling.max_new_tokens or shorten "
         "the prompts."
     )
@@ -73,6 +78,7 @@ def max_requests_in_memory(plan: RunPlan, prompt_lengths: Sequence[int], free_by
     Raises:
         MemoryBudgetError: not even one fits.
     """
+    # A batch generates until its last request ends, so that any row may have to hold both maxima.
     row_tokens = max(prompt_lengths) + plan.max_new_tokens
     row_bytes = row_tokens * plan.kv_bytes_per_token
     num_rows = int(free_bytes * plan.max_memory_fraction // row_bytes)
@@ -84,19 +90,27 @@ def max_requests_in_memory(plan: RunPlan, prompt_lengths: Sequence[int], free_by
     return min(num_rows, plan.max_requests_per_batch)
 
 
+def _find_longest(plan: RunPlan, prompt_lengths: Sequence[int]) -> tuple[int, int]:
+    """The prompt whose requests are longest at full length, and that length."""
+    lengths = full_lengths(plan, prompt_lengths)
+    longest = max(lengths)
+    return lengths.index(longest), longest
+
+
 def _longest_request(plan: RunPlan, prompt_lengths: Sequence[int]) -> tuple[int, int]:
     """Tokens that the longest request stores (its last token is returned and never stored), and their blocks."""
-    num_tokens = max(prompt_lengths) + plan.max_new_tokens - 1
+    num_tokens = _find_longest(plan, prompt_lengths)[1] - 1
     return num_tokens, request_blocks_needed(plan.layout, num_tokens, plan.page_size)
 
 
 def _check_longest_fits(plan: RunPlan, num_blocks: int, prompt_lengths: Sequence[int]) -> None:
     num_tokens, blocks_needed = _longest_request(plan, prompt_lengths)
     if blocks_needed > num_blocks:
+        index, _ = _find_longest(plan, prompt_lengths)
         raise ConfigError(
             f"cache.num_tokens={plan.cache_tokens} holds {num_blocks} pages of {plan.page_size} tokens, and prompt "
-            f"{prompt_lengths.index(max(prompt_lengths))} needs {blocks_needed} of them for its {num_tokens} tokens "
-            f"({max(prompt_lengths)} prompt + {plan.max_new_tokens} new). "
+            f"{index} needs {blocks_needed} of them for its {num_tokens} tokens "
+            f"({prompt_lengths[index]} prompt + {plan.limits[index]} new). "
             f"Raise cache.num_tokens to at least {blocks_needed * plan.page_size}."
         )
 
@@ -109,7 +123,7 @@ def _size_for_round(
     cost: CacheCost,
     free_bytes: int,
 ) -> int:
-    tokens_needed = cache_tokens_needed(prompt_lengths, plan.max_new_tokens, num_generations, plan.page_size)
+    tokens_needed = cache_tokens_needed(full_lengths(plan, prompt_lengths), num_generations, plan.page_size)
     blocks_needed = tokens_needed // plan.page_size + slack_blocks
     blocks_that_fit = cost.tokens_within(free_bytes * plan.max_memory_fraction) // plan.page_size
     if blocks_needed <= blocks_that_fit:

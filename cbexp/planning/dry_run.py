@@ -10,6 +10,7 @@ from typing import Any
 from cbexp.config import ExperimentConfig
 from cbexp.dataset.synthetic import draw_lengths
 from cbexp.model.memory import cache_tokens_needed, estimate_cache_cost, format_gib, free_memory_bytes
+from cbexp.planning.cache_sizing import full_lengths
 from cbexp.planning.plan import RunPlan, resolve_plan
 
 # Prompts of text are not read in a dry run; mathematics questions in chat form have 100 to 300 tokens.
@@ -80,8 +81,9 @@ def summarize_dry_run(config: ExperimentConfig) -> DryRunReport:
     plan = resolve_plan(_without_hub(config))
     lengths, is_assumed = _prompt_lengths(config)
     num_requests = len(lengths) * config.dataset.num_generations
-    needed = cache_tokens_needed(lengths, plan.max_new_tokens, config.dataset.num_generations, plan.page_size)
-    longest = cache_tokens_needed([max(lengths)], plan.max_new_tokens, 1, plan.page_size)
+    at_full_length = full_lengths(plan, lengths)
+    needed = cache_tokens_needed(at_full_length, config.dataset.num_generations, plan.page_size)
+    longest = cache_tokens_needed([max(at_full_length)], 1, plan.page_size)
     free_bytes = free_memory_bytes(plan.device)
     tokens_that_fit = _tokens_that_fit(plan, lengths, config.dataset.num_generations, free_bytes)
     asked = plan.cache_tokens or needed

@@ -14,21 +14,25 @@ _SETTINGS_OF_THE_PAGED_CACHE = {
     "scheduler",
     "max_memory_fraction",
 }
-_COMPILER_SETTINGS = {"recompile_limit", "cache_dir"}
 _MODES_WITHOUT_COMPILER = ("eager", "cuda_graph")
+_BATCH_SETTINGS = {"batch_shape", "buckets", "max_burst", "self_check"}
+_ENGINE_SETTINGS = {"region", "fusion"} | _BATCH_SETTINGS
+_ENGINE_ATTENTIONS = ("auto", "cbexp")
 
 
-def idle_settings(config: ExperimentConfig) -> list[str]:
+def idle_settings(config: ExperimentConfig, has_kernels: bool = False) -> list[str]:
     """Return one line for each setting that differs from its default and changes nothing in this combination.
 
-    These are warnings and not errors because a sweep over another setting makes them idle in some of its jobs.
+    `has_kernels`: the driver compiles kernels of its own, whatever the compile mode. These are warnings and not errors
+    because a sweep over another setting makes them idle in some of its jobs.
     """
     return [
         *_find_in_model(config),
         *_find_in_adapter(config),
         *_find_in_sampling(config),
         *_find_in_cache(config),
-        *_find_in_compile(config),
+        *_find_in_compiler(config, has_kernels),
+        *_find_in_decode(config),
         *_find_in_tracking(config),
         *_find_in_root(config),
     ]
@@ -56,8 +60,14 @@ def _find_in_adapter(config: ExperimentConfig) -> Iterator[str]:
 
 
 def _find_in_sampling(config: ExperimentConfig) -> Iterator[str]:
-    if config.sampling.ignore_eos:
-        yield from _describe("sampling", config.sampling, {"eos_token_ids"}, "sampling.ignore_eos=true")
+    sampling = config.sampling
+    if sampling.ignore_eos:
+        yield from _describe("sampling", sampling, {"eos_token_ids"}, "sampling.ignore_eos=true")
+    if sampling.median_new_tokens is None:
+        drawn = {"sigma_new_tokens", "new_tokens_seed"}
+        yield from _describe(
+            "sampling", sampling, drawn, "sampling.median_new_tokens=null: no limit is drawn"
+        )
 
 
 def _find_in_cache(config: ExperimentConfig) -> Iterator[str]:
@@ -71,10 +81,26 @@ def _find_in_cache(config: ExperimentConfig) -> Iterator[str]:
         yield from _describe("cache", cache, {"max_memory_fraction"}, f"cache.num_tokens={cache.num_tokens}")
 
 
-def _find_in_compile(config: ExperimentConfig) -> Iterator[str]:
-    if config.compile.mode in _MODES_WITHOUT_COMPILER:
-        reason = f"compile.mode={config.compile.mode}, which compiles nothing"
-        yield from _describe("compile", config.compile, _COMPILER_SETTINGS, reason)
+def _find_in_compiler(config: ExperimentConfig, has_kernels: bool) -> Iterator[str]:
+    settings = config.compile
+    if settings.mode in _MODES_WITHOUT_COMPILER:
+        idle = {"recompile_limit"} if has_kernels else {"recompile_limit", "cache_dir"}
+        reason = f"compile.mode={settings.mode}, which compiles nothing"
+        yield from _describe("compile", settings, idle, reason)
+
+
+def _find_in_decode(config: ExperimentConfig) -> Iterator[str]:
+    settings, driver, attention = config.compile, config.driver.name, config.model.attn_implementation
+    if driver != "sync":
+        reason = f"driver={driver}: it is a setting of driver=sync"
+        yield from _describe("compile", settings, _ENGINE_SETTINGS, reason)
+    elif attention not in _ENGINE_ATTENTIONS:
+        reason = (
+            f"model.attn_implementation={attention}, with which transformers' own forward makes each step"
+        )
+        yield from _describe("compile", settings, _BATCH_SETTINGS, reason)
+    elif settings.batch_shape == "natural":
+        yield from _describe("compile", settings, {"buckets"}, "compile.batch_shape=natural")
 
 
 def _find_in_tracking(config: ExperimentConfig) -> Iterator[str]:

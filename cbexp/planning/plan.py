@@ -10,7 +10,8 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedConfig
 
-from cbexp.config import ExperimentConfig
+from cbexp.config import CompileConfig, ExperimentConfig
+from cbexp.dataset.completion_limits import load_completion_limits
 from cbexp.errors import ConfigError
 from cbexp.model.attention_choice import AttentionChoice, resolve_attention
 from cbexp.model.device import resolve_device, resolve_dtype
@@ -24,7 +25,8 @@ from cbexp.model.memory import (
     kv_bytes_per_token,
     measure_weights,
 )
-from cbexp.planning.compile_choice import choose_compile_mode
+from cbexp.planning.compile_cache import list_overriding_variables, uses_compile_cache
+from cbexp.planning.compile_choice import DecodePlan, choose_compile_mode, plan_decode
 from cbexp.planning.idle_settings import idle_settings
 
 PAGE_SIZE = 256
@@ -38,6 +40,7 @@ MAX_REQUESTS_PER_BATCH = 1024
 class RunPlan:
     """What a job will run with. `cache_tokens` None: sized for the round once its prompts are known.
 
+    `limits` has the new tokens that each prompt's requests may have. `decode` is None where each step is transformers'.
     `max_batch_tokens` is the most a step processes; a round with fewer prompt tokens takes less.
     """
 
@@ -46,9 +49,10 @@ class RunPlan:
     dtype: torch.dtype
     attention: AttentionChoice
     compile_mode: str
+    decode: DecodePlan | None
     architecture: PreTrainedConfig
     weights: WeightSize
-    max_new_tokens: int
+    limits: tuple[int, ...]
     has_paged_cache: bool
     cache_tokens: int | None
     page_size: int
@@ -58,6 +62,16 @@ class RunPlan:
     max_requests_per_batch: int
     max_memory_fraction: float
     warnings: list[str]
+
+    @property
+    def max_new_tokens(self) -> int:
+        """The largest limit of a request."""
+        return max(self.limits)
+
+    @property
+    def uses_compile_cache(self) -> bool:
+        """Whether compiled code is kept between runs."""
+        return uses_compile_cache(self.compile_mode, self.driver, self.device)
 
     @property
     def layout(self) -> CacheLayout:
@@ -86,8 +100,11 @@ class RunPlan:
             "num_sliding_layers": self.layout.num_sliding_layers,
             "sliding_window": self.layout.sliding_window,
             "max_new_tokens": self.max_new_tokens,
+            "total_new_tokens": sum(self.limits),
             "max_requests_per_batch": self.max_requests_per_batch,
         }
+        if self.decode is not None:
+            plan |= self.decode.to_dict()
         if self.has_paged_cache:
             paged = ("cache_tokens", "page_size", "block_sharing", "scheduler", "max_batch_tokens")
             plan |= {key: getattr(self, key) for key in paged}
@@ -120,20 +137,23 @@ def resolve_plan(config: ExperimentConfig) -> RunPlan:
     device = resolve_device(config.model.device)
     dtype = resolve_dtype(config.model.dtype, device)
     architecture = load_architecture(config.model)
-    attention = resolve_attention(config.model.attn_implementation, architecture, device, dtype)
-    compile_mode = choose_compile_mode(config.compile.mode, config.driver.name, attention, device)
-    _check_positions(config, architecture)
+    driver = config.driver.name
+    attention = resolve_attention(config.model.attn_implementation, driver, architecture, device, dtype)
+    compile_mode = choose_compile_mode(config.compile.mode, driver, attention, device)
+    limits = tuple(load_completion_limits(config))
+    _check_positions(config.dataset.min_length or 1, max(limits), architecture)
     block_sharing = _resolve_block_sharing(config, describe_cache_layout(architecture))
     weights = measure_weights(architecture, dtype)
     return RunPlan(
-        driver=config.driver.name,
+        driver=driver,
         device=device,
         dtype=dtype,
         attention=attention,
         compile_mode=compile_mode,
+        decode=plan_decode(config.compile, compile_mode, attention, device) if driver == "sync" else None,
         architecture=architecture,
         weights=weights,
-        max_new_tokens=config.max_new_tokens,
+        limits=limits,
         has_paged_cache=config.has_paged_cache,
         cache_tokens=config.cache.num_tokens if config.has_paged_cache else None,
         page_size=config.cache.page_size or (PAGE_SIZE_WITH_SHARING if block_sharing else PAGE_SIZE),
@@ -142,7 +162,11 @@ def resolve_plan(config: ExperimentConfig) -> RunPlan:
         max_batch_tokens=config.cache.max_batch_tokens,
         max_requests_per_batch=_resolve_max_requests(config),
         max_memory_fraction=config.cache.max_memory_fraction,
-        warnings=[*_find_idle_settings(config, compile_mode), *_find_slowness(device, weights)],
+        warnings=[
+            *_find_idle_settings(config, compile_mode, device),
+            *_find_idle_buckets(config),
+            *_find_slowness(device, weights),
+        ],
     )
 
 
@@ -164,13 +188,12 @@ def _refuse_tensor_parallel() -> None:
         )
 
 
-def _check_positions(config: ExperimentConfig, architecture: PreTrainedConfig) -> None:
+def _check_positions(shortest_prompt: int, longest_limit: int, architecture: PreTrainedConfig) -> None:
     """Refuse what not even the shortest prompt leaves room for; the real lengths are checked once they are known."""
     positions = getattr(architecture, "max_position_embeddings", None)
-    shortest = config.dataset.min_length or 1
-    if positions is not None and shortest + config.max_new_tokens > positions:
+    if positions is not None and shortest_prompt + longest_limit > positions:
         raise ConfigError(
-            f"sampling.max_new_tokens={config.max_new_tokens} and a prompt of {shortest} tokens exceed the model's "
+            f"sampling.max_new_tokens={longest_limit} and a prompt of {shortest_prompt} tokens exceed the model's "
             f"{positions} positions (max_position_embeddings)."
         )
 
@@ -195,6 +218,7 @@ def _resolve_max_requests(config: ExperimentConfig) -> int:
     if not config.has_paged_cache:
         return num_requests
     bound = max(MAX_REQUESTS_PER_BATCH, config.dataset.num_generations)
+    bound = max(_list_buckets(config), default=bound)
     return min(num_requests, bound, config.cache.max_batch_tokens)
 
 
@@ -207,7 +231,36 @@ def _find_slowness(device: torch.device, weights: WeightSize) -> list[str]:
     ]
 
 
-def _find_idle_settings(config: ExperimentConfig, compile_mode: str) -> list[str]:
+def _find_idle_settings(config: ExperimentConfig, compile_mode: str, device: torch.device) -> list[str]:
     """Idle settings, given the compile mode as it will run: `auto` may turn out to compile nothing."""
-    resolved = dataclasses.replace(config.compile, mode=compile_mode)
-    return idle_settings(dataclasses.replace(config, compile=resolved))
+    resolved = dataclasses.replace(config, compile=dataclasses.replace(config.compile, mode=compile_mode))
+    uses_cache = uses_compile_cache(compile_mode, config.driver.name, device)
+    lines = idle_settings(resolved, has_kernels=uses_cache)
+    return [*lines, *_find_idle_cache_dir(config.compile)] if uses_cache else lines
+
+
+def _find_idle_cache_dir(config: CompileConfig) -> list[str]:
+    variables = list_overriding_variables()
+    if not variables or config.cache_dir in (None, CompileConfig().cache_dir):
+        return []
+    return [
+        f"compile.cache_dir={config.cache_dir} gives way to {' and '.join(variables)} of the environment."
+    ]
+
+
+def _find_idle_buckets(config: ExperimentConfig) -> list[str]:
+    """Buckets beyond the first that holds the largest batch are never used, and of a full batch only that one is."""
+    buckets, largest = _list_buckets(config), _resolve_max_requests(config)
+    first_holding = sum(bucket < largest for bucket in buckets)
+    first_used = first_holding if config.compile.batch_shape == "full" else 0
+    idle = [bucket for i, bucket in enumerate(buckets) if not first_used <= i <= first_holding]
+    if not idle:
+        return []
+    shape = f"compile.batch_shape={config.compile.batch_shape} and batches of at most {largest} requests"
+    return [f"compile.buckets: {', '.join(map(str, idle))} have no effect with {shape}."]
+
+
+def _list_buckets(config: ExperimentConfig) -> list[int]:
+    """The buckets that were given to a driver with a use for them."""
+    has_buckets = config.driver.name == "sync" and config.compile.batch_shape != "natural"
+    return (config.compile.buckets or []) if has_buckets else []

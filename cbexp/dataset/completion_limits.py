@@ -1,0 +1,59 @@
+"""How many new tokens each prompt's requests may have: one limit for all, a list from a file, or drawn ones."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+
+from cbexp.config import ExperimentConfig, SamplingConfig
+from cbexp.errors import ConfigError, DatasetError
+
+
+def load_completion_limits(config: ExperimentConfig) -> list[int]:
+    """Return the limit of each of the `num_prompts` prompts, in their order.
+
+    Raises:
+        ConfigError: the file has another number of limits than there are prompts.
+        DatasetError: it cannot be read, or is no list of limits.
+    """
+    sampling, num_prompts = config.sampling, config.dataset.num_prompts
+    if sampling.max_new_tokens_file is not None:
+        return _read_limits(Path(sampling.max_new_tokens_file).expanduser(), num_prompts)
+    if sampling.median_new_tokens is None:
+        return [config.max_new_tokens] * num_prompts
+    seed = config.seed if sampling.new_tokens_seed is None else sampling.new_tokens_seed
+    return draw_limits(sampling, num_prompts, seed)
+
+
+def draw_limits(sampling: SamplingConfig, num_prompts: int, seed: int) -> list[int]:
+    """Return log-normal limits: `random.Random(seed).lognormvariate(log(median), sigma)` in order, rounded.
+
+    They lie in 1 to `max_new_tokens`; what falls outside takes the bound. The first n of more are the n of fewer.
+    """
+    assert sampling.median_new_tokens is not None  # checked by the schema, as max_new_tokens is
+    assert sampling.max_new_tokens is not None
+    rng = random.Random(seed)
+    mu, longest = math.log(sampling.median_new_tokens), sampling.max_new_tokens
+    draws = (rng.lognormvariate(mu, sampling.sigma_new_tokens) for _ in range(num_prompts))
+    return [max(1, min(longest, round(draw))) for draw in draws]
+
+
+def _read_limits(path: Path, num_prompts: int) -> list[int]:
+    key = f"sampling.max_new_tokens_file={path}"
+    try:
+        limits = json.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise DatasetError(f"{key} cannot be read: {error.strerror}.") from error
+    except ValueError as error:
+        raise DatasetError(f"{key} is no JSON: {error}.") from error
+    if not isinstance(limits, list) or any(type(limit) is not int or limit < 1 for limit in limits):
+        raise DatasetError(
+            f"{key} must be a JSON list of whole numbers from 1, one a prompt, as in [12, 480]."
+        )
+    if len(limits) != num_prompts:
+        raise ConfigError(
+            f"{key} has {len(limits)} limits, and dataset.num_prompts={num_prompts}: they must be as many."
+        )
+    return limits

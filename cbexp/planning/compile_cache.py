@@ -1,0 +1,93 @@
+"""Where compiled code is kept between runs, for the time of a job, and how much it takes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cbexp.config import CompileConfig
+from cbexp.errors import ConfigError
+from cbexp.planning.compile_choice import MODES_WITHOUT_COMPILER
+
+# Environment variable -> its part of compile.cache_dir. PyTorch sets both by itself when they are not there.
+FOLDERS = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+
+
+def uses_compile_cache(mode: str, driver: str, device: torch.device) -> bool:
+    """Whether a job compiles anything: its forward, or the synchronous driver's own kernels on a GPU."""
+    return mode not in MODES_WITHOUT_COMPILER or (driver == "sync" and device.type == "cuda")
+
+
+@contextmanager
+def compile_environment(config: CompileConfig, mode: str, driver: str) -> Iterator[None]:
+    """Point PyTorch and Triton to `config.cache_dir` for the body, but where the user's environment names a folder.
+
+    The folder is made when something is written. The recompile limit of a peer's forward holds for the body too; the
+    synchronous driver sets its own.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    before = {name: os.environ.get(name) for name in FOLDERS}
+    previous_limit = torch._dynamo.config.recompile_limit
+    if config.cache_dir is not None:
+        _set_folders(config.cache_dir)
+    if driver != "sync" and mode not in MODES_WITHOUT_COMPILER:
+        torch._dynamo.config.recompile_limit = config.recompile_limit
+    try:
+        yield
+    finally:
+        torch._dynamo.config.recompile_limit = previous_limit
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def describe_compile_cache() -> dict[str, Any]:
+    """Return the folders in use now, one a variable, and the bytes of all files in them, as plain JSON values."""
+    folders = sorted({Path(os.environ[name]).absolute() for name in FOLDERS if os.environ.get(name)})
+    outer = [folder for folder in folders if not any(other in folder.parents for other in folders)]
+    return {
+        "folders": [str(folder) for folder in folders],
+        "num_bytes": sum(_measure_folder(folder) for folder in outer),
+    }
+
+
+def list_overriding_variables() -> list[str]:
+    """Return the user's own environment variables that go before `compile.cache_dir`."""
+    return [name for name in FOLDERS if os.environ.get(name)]
+
+
+def _set_folders(cache_dir: str) -> None:
+    folder = Path(cache_dir).expanduser().absolute()
+    _require_writable(folder)
+    for name, part in FOLDERS.items():
+        if not os.environ.get(name):
+            os.environ[name] = str(folder / part)
+
+
+def _require_writable(folder: Path) -> None:
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise ConfigError(
+            f"compile.cache_dir={folder} cannot be written ({existing} is no folder that can be): give another one, or "
+            "null for PyTorch's own."
+        )
+
+
+def _measure_folder(folder: Path) -> int:
+    return sum(_measure_file(Path(parent, name)) for parent, _, names in os.walk(folder) for name in names)
+
+
+def _measure_file(path: Path) -> int:
+    """0 for a file that another process has just replaced."""
+    try:
+        return path.lstat().st_size
+    except FileNotFoundError:
+        return 0

@@ -1,0 +1,269 @@
+"""Compile mode, region, fusion, batch shapes and cache folders: resolved, refused, or warned about."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cbexp import factory
+from cbexp.config import COMPILE_MODES, CompileConfig, ExperimentConfig, ModelConfig
+from cbexp.errors import ConfigError, NotApplicableError
+from cbexp.factory import build_plan, compile_environment, describe_compile_cache
+from cbexp.model.attention_choice import AttentionChoice
+from cbexp.planning import compile_choice
+from cbexp.planning.compile_cache import FOLDERS, uses_compile_cache
+from cbexp.planning.compile_choice import ENGINE_MODES, choose_compile_mode, plan_decode
+from cbexp.planning.roofline import measure_roofline
+from tests.test_factory import experiment, load
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+OWN, SDPA = AttentionChoice("cbexp"), AttentionChoice("sdpa")
+
+
+@pytest.fixture(autouse=True)
+def _own_environment(monkeypatch):
+    for name in FOLDERS:
+        monkeypatch.delenv(name, raising=False)
+
+
+def compiled(attn_implementation: str = "auto", **settings: Any) -> ExperimentConfig:
+    config = experiment(num_prompts=20)
+    config.compile = CompileConfig(**settings)
+    config.model = ModelConfig(**{**vars(config.model), "attn_implementation": attn_implementation})
+    return config
+
+
+# Modes
+
+
+def test_every_mode_has_its_engine_settings():
+    assert set(ENGINE_MODES) == set(COMPILE_MODES) - {"auto"}
+    assert ENGINE_MODES["compiled_cuda_graph"] == ("default", True)
+    assert [mode for mode, (_, is_captured) in ENGINE_MODES.items() if is_captured] == [
+        "cuda_graph", "compiled_cuda_graph",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", [mode for mode in COMPILE_MODES if mode != "auto"])
+def test_the_synchronous_driver_runs_every_mode_on_a_gpu(mode):
+    assert choose_compile_mode(mode, "sync", OWN, CUDA) == mode
+
+
+def test_auto_is_eager_on_a_cpu_and_the_best_on_a_gpu():
+    assert choose_compile_mode("auto", "sync", OWN, CPU) == "eager"
+    assert choose_compile_mode("auto", "sync", OWN, CUDA) == compile_choice.BEST_MODE_ON_CUDA
+    assert choose_compile_mode("auto", "sync", SDPA, CUDA) == "eager"
+    assert choose_compile_mode("auto", "manager", AttentionChoice("flash_attention_3"), CUDA) == "cuda_graph"
+
+
+@pytest.mark.parametrize("mode", [mode for mode in COMPILE_MODES if mode not in ("auto", "eager")])
+def test_foreign_attention_runs_eagerly_alone(mode):
+    with pytest.raises(ConfigError) as caught:
+        choose_compile_mode(mode, "sync", SDPA, CUDA)
+    for fragment in (f"compile.mode={mode}", "model.attn_implementation=sdpa", "compile.mode=eager", "cbexp"):
+        assert fragment in str(caught.value)
+
+
+def test_a_cpu_without_compiler_is_told_before_anything_is_loaded():
+    from torch._inductor import config, cpp_builder
+
+    cpp_builder.cpp_compiler_search.cache_clear()
+    message = r"compile.mode=default compiles C\+\+ .* CXX, or use compile=eager"
+    with config.patch({"cpp.cxx": ("no-such-compiler",)}), pytest.raises(NotApplicableError, match=message):
+        build_plan(compiled(mode="default"))
+    cpp_builder.cpp_compiler_search.cache_clear()
+    assert build_plan(compiled(mode="eager")).compile_mode == "eager"
+
+
+# Decoding
+
+
+def test_decode_plan_is_what_was_asked_for_and_plain_json():
+    plan = build_plan(
+        compiled(fusion="projections", batch_shape="full", buckets=[4, 32], max_burst=9, self_check=False)
+    )
+    written = plan.to_dict()
+    for key, value in {
+        "fusion": "projections",
+        "batch_shape": "full",
+        "max_burst": 9,
+        "self_check": False,
+    }.items():
+        assert written[key] == value
+    assert written["buckets"] == [4, 32]
+    assert written["compile_region"] == "model"
+
+
+def test_only_the_engines_own_steps_have_a_decode_plan():
+    for driver in ("manager", "generate"):
+        plan = build_plan(experiment(driver=driver))
+        assert plan.decode is None
+        assert "batch_shape" not in plan.to_dict()
+    assert build_plan(compiled("sdpa")).decode is None
+
+
+@pytest.mark.parametrize("fusion", ["projections", "layers"])
+def test_foreign_attention_fuses_nothing(fusion):
+    with pytest.raises(ConfigError, match=f"compile.fusion={fusion} .* model.attn_implementation=sdpa"):
+        plan_decode(CompileConfig(fusion=fusion), "eager", SDPA, CUDA)
+    assert plan_decode(CompileConfig(fusion="none"), "eager", SDPA, CUDA) is None
+
+
+def test_fused_layers_need_a_gpu():
+    with pytest.raises(NotApplicableError, match=r"compile.fusion=layers needs a CUDA device"):
+        build_plan(compiled(fusion="layers"))
+    decode = plan_decode(CompileConfig(fusion="layers"), "cuda_graph", OWN, CUDA)
+    assert decode is not None
+    assert decode.fusion == "layers"
+
+
+def test_region_is_checked_against_what_auto_resolves_to():
+    with pytest.raises(ConfigError, match=r"compile.region=layer does not work with compile.mode=eager"):
+        build_plan(compiled(region="layer"))
+    decode = build_plan(compiled(mode="default", region="layer")).decode
+    assert decode is not None
+    assert decode.compile_region == "layer"
+
+
+def test_buckets_bound_the_batch_and_idle_ones_are_named():
+    assert build_plan(compiled(buckets=[1, 8])).max_requests_per_batch == 8
+    assert build_plan(compiled(buckets=[1, 8], batch_shape="natural")).max_requests_per_batch == 20
+    assert build_plan(compiled(buckets=[8, 16, 32])).warnings == []
+    (warning,) = build_plan(compiled(buckets=[8, 32, 64, 128])).warnings
+    assert warning == (
+        "compile.buckets: 64, 128 have no effect with compile.batch_shape=buckets and batches of at most 20 requests."
+    )
+    (warning,) = build_plan(compiled(buckets=[8, 32, 64], batch_shape="full")).warnings
+    assert "8, 64 have no effect with compile.batch_shape=full" in warning
+    (warning,) = build_plan(compiled(buckets=[8, 32], batch_shape="natural")).warnings
+    assert "compile.buckets=[8, 32] has no effect with compile.batch_shape=natural" in warning
+
+
+def test_settings_reach_the_driver(monkeypatch):
+    seen = []
+    monkeypatch.setattr(factory, "SyncCBDriver", lambda model, generation, config: seen.append(config))
+    for config in (
+        compiled(
+            mode="default",
+            region="layer",
+            fusion="projections",
+            buckets=[4, 32],
+            max_burst=9,
+            self_check=False,
+        ),
+        compiled("sdpa"),
+    ):
+        plan, loaded, prompts = load(config)
+        factory.build_driver(config, plan, loaded, prompts, (), 0)
+    own, foreign = seen
+    assert (own.compile_mode, own.cuda_graph, own.compile_region) == ("default", False, "layer")
+    assert (own.attn_implementation, own.fusion, own.batch_shape) == ("cbexp", "projections", "buckets")
+    assert (own.buckets, own.max_burst, own.self_check, own.recompile_limit) == ((4, 32), 9, False, 256)
+    assert (own.max_new_tokens, own.max_requests_per_batch) == (8, 20)
+    assert (foreign.attn_implementation, foreign.compile_mode, foreign.buckets) == ("sdpa", None, None)
+
+
+# The compile cache
+
+
+def test_cache_folders_hold_for_the_body_alone(tmp_path):
+    config = CompileConfig(cache_dir=str(tmp_path / "compiled"))
+    with compile_environment(config, "default", "sync"):
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "compiled" / "inductor")
+        assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "compiled" / "triton")
+        assert not (tmp_path / "compiled").exists(), "made when something is written"
+        assert describe_compile_cache()["num_bytes"] == 0
+    assert not any(name in os.environ for name in FOLDERS)
+
+
+def test_the_users_own_folder_goes_before_and_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "own"))
+    with compile_environment(CompileConfig(cache_dir=str(tmp_path / "ours")), "default", "sync"):
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "own")
+        assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "ours" / "triton")
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "own")
+    warnings = build_plan(compiled(mode="default", cache_dir="ours")).warnings
+    assert warnings == ["compile.cache_dir=ours gives way to TORCHINDUCTOR_CACHE_DIR of the environment."]
+    assert build_plan(compiled(mode="default")).warnings == []
+
+
+def test_without_a_folder_pytorch_chooses_and_its_choice_is_not_kept():
+    with compile_environment(CompileConfig(cache_dir=None), "default", "sync"):
+        assert not any(name in os.environ for name in FOLDERS)
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = "/somewhere"  # as PyTorch does
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+
+
+def test_size_counts_every_file_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    (tmp_path / "triton" / "deep").mkdir(parents=True)
+    (tmp_path / "triton" / "deep" / "kernel").write_bytes(b"x" * 100)
+    (tmp_path / "code").write_bytes(b"x" * 10)
+    assert describe_compile_cache() == {
+        "folders": [str(tmp_path), str(tmp_path / "triton")],
+        "num_bytes": 110,
+    }
+
+
+def test_home_is_where_it_is_by_default(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with compile_environment(CompileConfig(), "default", "sync"):
+        assert Path(os.environ["TRITON_CACHE_DIR"]) == tmp_path / ".cache" / "cbexp" / "compile" / "triton"
+
+
+def test_folder_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    config = CompileConfig(cache_dir=str(tmp_path / "file" / "inside"))
+    with (
+        pytest.raises(ConfigError, match="cannot be written"),
+        compile_environment(config, "default", "sync"),
+    ):
+        pass
+
+
+def test_recompile_limit_of_a_peer_holds_for_the_body():
+    before = torch._dynamo.config.recompile_limit
+    config = CompileConfig(recompile_limit=before + 1)
+    with compile_environment(config, "default", "manager"):
+        assert torch._dynamo.config.recompile_limit == before + 1
+    assert torch._dynamo.config.recompile_limit == before
+
+
+@pytest.mark.parametrize(
+    ("mode", "driver", "device", "expected"),
+    [
+        ("eager", "sync", CPU, False),
+        ("default", "sync", CPU, True),
+        ("eager", "sync", CUDA, True),
+        ("cuda_graph", "sync", CUDA, True),
+        ("cuda_graph", "manager", CUDA, False),
+        ("default", "manager", CPU, True),
+    ],
+)
+def test_what_uses_the_compile_cache(mode, driver, device, expected):
+    assert uses_compile_cache(mode, driver, device) is expected
+
+
+# The roofline
+
+
+def test_a_cpu_has_no_roofline():
+    assert measure_roofline(build_plan(experiment()), None) is None
+
+
+def test_roofline_reads_weights_once_and_every_rows_context(monkeypatch):
+    monkeypatch.setattr("cbexp.planning.roofline.measure_read_bandwidth", lambda device: 4.3e12)
+    plan, loaded, _ = load(experiment())
+    inputs = measure_roofline(dataclasses.replace(plan, device=CUDA), loaded.model)
+    assert inputs is not None
+    assert inputs.bandwidth_bytes_per_s == 4.3e12
+    assert inputs.step_bytes(3, 100) - inputs.step_bytes(3, 50) == 3 * 50 * plan.kv_bytes_per_token
+    embedding_bytes = 300 * 32 * 4
+    # Not tied to the head: of the embedding, the rows' tokens alone are read.
+    assert inputs.step_bytes(2, 0) == plan.weights.num_bytes - embedding_bytes + 2 * 32 * 4
