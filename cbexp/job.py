@@ -18,10 +18,18 @@ from cbexp.engine.interrupts import deferring_interrupts
 from cbexp.engine.types import RolloutDriver, StepInfo
 from cbexp.environment import measure_memory, reset_peak_memory
 from cbexp.errors import RequestsFailedError
-from cbexp.factory import RunPlan, build_driver, resolve_stop_ids
-from cbexp.metrics import RequestRecord, RoundRecord, RunFacts
+from cbexp.factory import (
+    RunPlan,
+    build_driver,
+    compile_environment,
+    describe_compile_cache,
+    measure_roofline,
+    resolve_stop_ids,
+)
+from cbexp.metrics import RequestRecord, RooflineInputs, RoundRecord
 from cbexp.model.loading import LoadedModel, load_model, load_tokenizer
 from cbexp.rounds import RoundResult, RoundRunner, describe_failures
+from cbexp.run_facts import describe_run
 from cbexp.tracking import Tracker
 
 T = TypeVar("T")
@@ -52,6 +60,8 @@ class Job:
         self._requests: list[RequestRecord] = []
         self._num_written = 0
         self._last_completions: Sequence[dict[str, Any]] = []
+        self._roofline: RooflineInputs | None = None
+        self._compile_cache: dict[str, Any] | None = None
         self.durations_s: dict[str, float] = {}
 
     def __enter__(self) -> Job:
@@ -76,9 +86,8 @@ class Job:
         loaded = self._timed("load_model", lambda: load_model(config.model, config.adapter, config.seed))
         if prompts is None:
             prompts = self._load_prompts(None, loaded.special_token_ids)
-        driver = self._build_driver(loaded, prompts, tokenizer)
-        self._runner = RoundRunner(driver, prompts, tokenizer, config.dataset.num_generations, loaded.device)
-        self._timed("driver_warmup", driver.warmup)
+        self._roofline = self._timed("measure_bandwidth", lambda: measure_roofline(self._plan, loaded.model))
+        driver = self._set_up_driver(loaded, prompts, tokenizer)
         for index in range(config.num_warmup_rounds + config.num_rounds):
             self._run_round(index, loaded, driver)
         self._write_engine(driver)
@@ -110,6 +119,22 @@ class Job:
             lambda: load_prompts(config.dataset, tokenizer, vocab_size, config.seed, special_ids),
         )
 
+    def _set_up_driver(
+        self, loaded: LoadedModel, prompts: PromptSet, tokenizer: PreTrainedTokenizerBase | None
+    ) -> RolloutDriver:
+        """Build the driver, and let it compile and capture before the first round."""
+        config, plan = self._config, self._plan
+        if plan.uses_compile_cache:
+            self._resources.enter_context(compile_environment(config.compile, plan.compile_mode, plan.driver))
+        driver = self._build_driver(loaded, prompts, tokenizer)
+        self._runner = RoundRunner(
+            driver, prompts, tokenizer, plan.limits, config.dataset.num_generations, loaded.device
+        )
+        self._timed("driver_warmup", driver.warmup)
+        self._compile_cache = describe_compile_cache() if plan.uses_compile_cache else None
+        self._display.print_set_up(driver.compile_stats, self._compile_cache)
+        return driver
+
     def _build_driver(
         self, loaded: LoadedModel, prompts: PromptSet, tokenizer: PreTrainedTokenizerBase | None
     ) -> RolloutDriver:
@@ -119,9 +144,6 @@ class Job:
             self._config, self._plan, loaded, prompts, eos_token_ids, pad_token_id, self._on_step
         )
         self._resources.callback(driver.close)
-        self._runner = RoundRunner(
-            driver, prompts, tokenizer, self._config.dataset.num_generations, loaded.device
-        )
         self._display.print_cache(driver.resolved)
         self._write_engine(driver)
         return driver
@@ -161,37 +183,20 @@ class Job:
         self._display.on_step(step_index, info)
 
     def _write_engine(self, driver: RolloutDriver) -> None:
-        self._directory.write_engine({"plan": self._plan.to_dict(), "driver": driver.resolved})
+        values: dict[str, Any] = {"plan": self._plan.to_dict(), "driver": driver.resolved}
+        values |= {"compile_stats": driver.compile_stats, "compile_cache": self._compile_cache}
+        self._directory.write_engine(values)
 
     def _summarize(self, loaded: LoadedModel, prompts: PromptSet, driver: RolloutDriver) -> dict[str, Any]:
-        config, sampling = self._config, self._config.sampling
-        resolved = driver.resolved
-        facts = RunFacts(
-            name=config.name,
-            model=config.model.name_or_path or config.model.name,
-            dataset=config.dataset.name,
-            backend=config.driver.name,
-            device=str(loaded.device),
-            dtype=str(loaded.dtype).removeprefix("torch."),
-            compile_mode=self._plan.compile_mode,
-            attn_impl=str(resolved["attn_implementation"]),
-            lora_adapter=loaded.lora_adapter,
-            num_prompts=len(prompts.prompt_ids),
-            num_generations=config.dataset.num_generations,
-            max_new_tokens=config.max_new_tokens,
-            is_fixed_length=sampling.ignore_eos,
-            workload_hash=metrics.workload_hash(
-                prompts.prompt_ids,
-                config.max_new_tokens,
-                {
-                    "do_sample": False,
-                    "eos_token_ids": list(resolved["eos_token_ids"]),
-                    "num_generations": config.dataset.num_generations,
-                },
-            ),
-        )
+        cache_bytes = None if self._compile_cache is None else self._compile_cache["num_bytes"]
         return metrics.summarize_run(
-            facts, self._rounds, self._requests, self.durations_s, None, self._plan.warnings
+            describe_run(self._config, self._plan, loaded, prompts, driver.resolved),
+            self._rounds,
+            self._requests,
+            self.durations_s,
+            self._roofline,
+            self._plan.warnings,
+            driver.compile_stats | {"compile_cache_bytes": cache_bytes},
         )
 
     def _timed(self, name: str, work: Callable[[], T]) -> T:
@@ -203,7 +208,9 @@ class Job:
 
 
 def _summarize_requests(index: int, result: RoundResult) -> list[RequestRecord]:
-    return metrics.summarize_requests(index, result.completions, result.request_ids, result.verdicts)
+    return metrics.summarize_requests(
+        index, result.completions, result.request_ids, result.verdicts, result.limits
+    )
 
 
 def _completion_rows(index: int, result: RoundResult) -> Sequence[dict[str, Any]]:

@@ -18,31 +18,38 @@ from cbexp.environment import synchronize
 class RoundResult:
     """A round as it came out. Times in seconds (perf_counter); `request_ids` in submission order.
 
-    `texts` and `verdicts` are parallel to `request_ids`: None without tokenizer, verifier or completion.
+    `limits` (new tokens), `texts` and `verdicts` are parallel to `request_ids`; a text or verdict is None without
+    tokenizer, verifier or completion.
     """
 
     start_s: float
     end_s: float
     request_ids: list[str]
     completions: Mapping[str, Completion]
+    limits: list[int]
     texts: list[str | None]
     verdicts: list[bool | None]
 
 
 class RoundRunner:
-    """Submits the same prompts round after round to one driver and judges the answers outside of the clock."""
+    """Submits the same prompts round after round to one driver and judges the answers outside of the clock.
+
+    `limits` has the new tokens that each prompt's requests may have.
+    """
 
     def __init__(
         self,
         driver: RolloutDriver,
         prompts: PromptSet,
         tokenizer: PreTrainedTokenizerBase | None,
+        limits: Sequence[int],
         num_generations: int,
         device: torch.device,
     ) -> None:
         self._driver = driver
         self._prompts = prompts
         self._tokenizer = tokenizer
+        self._limits = limits
         self._num_generations = num_generations
         self._device = device
         self._request_ids: list[str] = []
@@ -60,7 +67,7 @@ class RoundRunner:
         synchronize(self._device)
         self._start_s = time.perf_counter()
         self._request_ids = self._driver.add_requests(
-            self._prompts.prompt_ids, num_generations=self._num_generations
+            self._prompts.prompt_ids, max_new_tokens=self._limits, num_generations=self._num_generations
         )
         self._completions = self._driver.drive_until_empty()
         synchronize(self._device)
@@ -85,7 +92,8 @@ class RoundRunner:
             self._verify(index, completions.get(request_id), text)
             for index, (request_id, text) in enumerate(zip(request_ids, texts, strict=True))
         ]
-        return RoundResult(self._start_s, end_s, request_ids, completions, texts, verdicts)
+        limits = [self._limits[index // self._num_generations] for index in range(len(request_ids))]
+        return RoundResult(self._start_s, end_s, request_ids, completions, limits, texts, verdicts)
 
     def _decode(self, completion: Completion | None) -> str | None:
         if self._tokenizer is None or completion is None:

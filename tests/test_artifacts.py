@@ -27,7 +27,7 @@ def append_round(directory: RunDirectory, index: int, text: str = "six") -> None
     ids = ["req_0", "req_1"]
     timings = RequestTimings(0.0, 0.1, 0.2, 0.9)
     completions = {i: Completion(i, (1, 2), (3, 4, 5), "eos", timings) for i in ids}
-    requests = metrics.summarize_requests(index, completions, ids, [True, False])
+    requests = metrics.summarize_requests(index, completions, ids, [True, False], [4, 4])
     steps = [StepInfo("decode", 1, 2, 2, 0, None, 0.0, 0.5, 0, 2, 0.1)]
     record = metrics.summarize_round(index, False, 0.0, 1.0, requests, steps, None)
     rows = metrics.summarize_completions(index, completions, ids, [text, text], [True, False])
@@ -92,7 +92,7 @@ def test_completions_are_kept_as_configured(tmp_path, choice, kept):
 def test_interrupted_round_leaves_its_requests_but_no_round(tmp_path):
     directory = RunDirectory.create(tmp_path, KEEP_ALL)
     append_round(directory, 0)
-    requests = metrics.summarize_requests(1, {}, ["req_2"], [None])
+    requests = metrics.summarize_requests(1, {}, ["req_2"], [None], [4])
     directory.append_interrupted_round(requests, [{"round_index": 1, "text": "cut"}])
     assert len(read_jsonl(tmp_path / "rounds.jsonl")[0]) == 1
     assert read_jsonl(tmp_path / "requests.jsonl")[0][-1]["round_index"] == 1

@@ -27,20 +27,36 @@ FACTS = RunFacts(
     device="cuda:0",
     dtype="bfloat16",
     compile_mode="max_autotune_no_cudagraphs",
+    compile_region="layer",
+    fusion="projections",
+    batch_shape="buckets",
     attn_impl="paged|flash_attention_2",
     lora_adapter="random LoRA of rank 16 on q_proj, k_proj, v_proj, o_proj",
     num_prompts=2,
     num_generations=1,
     max_new_tokens=12,
+    has_limits_per_prompt=False,
     is_fixed_length=False,
     workload_hash="abc",
 )
 
 
+STATS = {
+    "graphs": 9,
+    "replays": 1234,
+    "recompiles": 0,
+    "graph_breaks": 0,
+    "skipped_cudagraphs": 2,
+    "compile_s": 12.5,
+    "capture_s": 0.75,
+    "device_idle_share": 0.034,
+}
+
+
 def requests_of(round_index: int, *reasons: str, num_tokens: int = 12) -> list[RequestRecord]:
     return [
         RequestRecord(
-            round_index, f"r{i}", reason, 30, num_tokens, 0.001, 0.01, 0.002, 0.032, i == 0, "d", None
+            round_index, f"r{i}", reason, 30, num_tokens, 12, 0.001, 0.01, 0.002, 0.032, i == 0, "d", None
         )
         for i, reason in enumerate(reasons)
     ]
@@ -55,15 +71,20 @@ def round_of(requests: list[RequestRecord], wall_s: float = 0.5, is_warmup: bool
     return metrics.summarize_round(requests[0].round_index, is_warmup, 0.0, wall_s, requests, steps, memory)
 
 
-def summary_of(*reasons: str, facts: RunFacts = FACTS, **request_options: int) -> dict:
+def summary_of(
+    *reasons: str, facts: RunFacts = FACTS, has_stats: bool = False, **request_options: int
+) -> dict:
     requests = [requests_of(index, *reasons, **request_options) for index in range(3)]
     rounds = [
         round_of(of_round, wall_s=0.5 + index / 10, is_warmup=index == 0)
         for index, of_round in enumerate(requests)
     ]
     flat = [request for of_round in requests for request in of_round]
+    stats = STATS if has_stats else {}
     durations_s = {"load_model": 12.3, "warmup": 0.045}
-    return metrics.summarize_run(facts, rounds, flat, durations_s, None, ["cache.page_size is idle [here]"])
+    return metrics.summarize_run(
+        facts, rounds, flat, durations_s, None, ["cache.page_size is idle [here]"], stats
+    )
 
 
 class Screen:
@@ -155,6 +176,7 @@ def test_final_table_has_every_figure_with_its_unit(directory):
         "identical completions in every timed round",
         "prefill 15.5 %, mixed 0.0 %, decode 46.4 %, outside steps 38.1 %",
         "mean 2.00 requests a step, occupancy 100.0 %, padding 5.9 %, cache use up to 25.0 %",
+        "bursts 1 a round, each 10.0 steps and 20.0 tokens",
         "device peak 12.5 GiB allocated, 13.2 GiB reserved; process peak 2.00 GiB",
         "load model 12.3 s, warmup 45.0 ms",
         "times mean p50 p90 p99 max",
@@ -171,11 +193,30 @@ def test_final_table_has_every_figure_with_its_unit(directory):
         assert expected in words
 
 
+def test_compiling_and_idleness_are_told_where_the_driver_knows_them(directory):
+    assert "compiled" not in print_completed(summary_of("eos"), directory).words
+    words = print_completed(summary_of("eos", has_stats=True), directory).words
+    assert "device idle 3.4 %" in words
+    assert "compiled in 12.5 s, 9 graphs captured in 750 ms; 2 skipped cudagraphs; 1,234 replays" in words
+
+
+def test_roofline_is_told_with_its_bandwidth(directory):
+    summary = summary_of("eos") | {"roofline_fraction": 0.71, "bandwidth_bytes_per_s": 4.3e12}
+    words = print_completed(summary, directory).words
+    assert "decode at 71.0 % of the memory limit (4.30 TB/s)" in words
+
+
+def test_limits_of_the_prompts_own_are_told(directory):
+    facts = RunFacts(**(FACTS.to_dict() | {"is_fixed_length": True, "has_limits_per_prompt": True}))
+    words = print_completed(summary_of("length", facts=facts), directory).words
+    assert "12 output tokens a round, fixed lengths of up to 12" in words
+
+
 @pytest.mark.parametrize("is_terminal", [False, True])
 @pytest.mark.parametrize("width", [100, 60])
 def test_final_table_fits(directory, monkeypatch, is_terminal, width):
     monkeypatch.setenv("NO_COLOR", "1")
-    summary = summary_of("eos", "length") | {
+    summary = summary_of("eos", "length", has_stats=True) | {
         "tracking": "W&B offline (no credentials for https://api.example); upload with: wandb sync outputs/x",
         "warnings": ["a warning of many words " * 20],
     }
@@ -227,7 +268,7 @@ def test_fixed_length_runs_say_so_and_name_short_requests(directory):
         in print_completed(summary_of("length", "length", facts=facts), directory).words
     )
     assert (
-        "4 request(s) SHORT of the fixed 12"
+        "4 request(s) SHORT of the fixed length 12"
         in print_completed(summary_of("length", "length", facts=facts, num_tokens=11), directory).words
     )
 
@@ -241,7 +282,7 @@ def test_differing_rounds_are_told(directory):
 def test_driver_without_steps_and_device_has_a_table_too(directory):
     requests = requests_of(0, "failed")
     record = metrics.summarize_round(0, False, 0.0, 1.0, requests, [], MemoryUse(None, None, None, None, 0.5))
-    summary = metrics.summarize_run(FACTS, [record], requests, {}, None, [])
+    summary = metrics.summarize_run(FACTS, [record], requests, {}, None, [], {})
     text = print_completed(summary, directory).text
     assert "process peak 0.50 GiB" in text
     assert "decode step" not in text
@@ -298,6 +339,11 @@ def test_plan_stop_ids_and_cache_are_printed():
         "block_sharing": False,
         "scheduler": "fifo",
         "max_batch_tokens": 8192,
+        "batch_shape": "buckets",
+        "buckets": [1, 8, 32],
+        "max_burst": 128,
+        "fusion": "auto",
+        "self_check": True,
     }
     screen = Screen()
     screen.display.print_plan(SimpleNamespace(to_dict=lambda: values, warnings=["adapter.rank is idle"]))
@@ -305,6 +351,10 @@ def test_plan_stop_ids_and_cache_are_printed():
     screen.display.print_stop_ids((), 0)
     screen.display.print_cache({"num_blocks": 128, "page_size": 256})
     screen.display.print_cache({})
+    screen.display.print_set_up(
+        STATS, {"folders": ["/cache/inductor", "/cache/triton"], "num_bytes": 3 * 2**20}
+    )
+    screen.display.print_set_up({}, None)
     screen.display.print_dry_run(SimpleNamespace(rows=lambda: [("weights", "8.04 GB")]))
     for expected in (
         "model qwen3, 1,000,000 parameters, 3.81 MiB of weights, float32 on cpu",
@@ -314,10 +364,13 @@ def test_plan_stop_ids_and_cache_are_printed():
         "stop EOS ids 1, 2; pad id 0",
         "stop EOS ids none, requests end at their limit; pad id 0",
         "cache 32,768 tokens: 128 blocks of 256",
+        "decoding buckets 1, 8, 32, bursts of up to 128 steps, fusion auto",
+        "compiled in 12.5 s, 9 graphs captured in 750 ms; 2 skipped cudagraphs",
+        "compiler cache of 3.00 MiB in /cache/inductor, /cache/triton",
         "weights 8.04 GB",
     ):
         assert expected in screen.words
-    assert screen.text.count("cache ") == 1
+    assert screen.text.count("\ncache ") == screen.text.count("\ncompiler ") == 1
 
 
 def decode_step(end_s: float, num_finished: int = 0) -> StepInfo:

@@ -104,10 +104,10 @@ def test_stats_path_gets_the_summary_too(tmp_path):
     assert load(tmp_path / "stats", "summary.json") == outcome.summary
 
 
-def test_compile_mode_of_the_next_stage_is_refused_in_one_line(tmp_path):
-    outcome = run(tmp_path, compile=CompileConfig(mode="default"))
+def test_compile_mode_that_a_driver_lacks_is_refused_in_one_line(tmp_path):
+    outcome = run(tmp_path, compile=CompileConfig(mode="default"), driver=DriverConfig(name="generate"))
     assert outcome.status == "bad_config"
-    assert "compile.mode=default does not work with driver=sync" in outcome.message
+    assert "compile.mode=default does not work with driver=generate" in outcome.message
     assert "\n" not in outcome.message
     assert load(outcome.run_dir, "status.json")["status"] == "failed"
     assert not (outcome.run_dir / "summary.json").exists()

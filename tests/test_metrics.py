@@ -19,11 +19,15 @@ FACTS = RunFacts(
     device="cpu",
     dtype="float32",
     compile_mode="eager",
+    compile_region="model",
+    fusion="none",
+    batch_shape="buckets",
     attn_impl="paged|sdpa",
     lora_adapter=None,
     num_prompts=2,
     num_generations=1,
     max_new_tokens=4,
+    has_limits_per_prompt=False,
     is_fixed_length=False,
     workload_hash="abc",
 )
@@ -48,7 +52,7 @@ def step(
 
 
 def one_request(**changes: object) -> RequestRecord:
-    record = metrics.summarize_requests(0, {"req_0": completion()}, ["req_0"], [True])[0]
+    record = metrics.summarize_requests(0, {"req_0": completion()}, ["req_0"], [True], [4])[0]
     return dataclasses.replace(record, **changes)
 
 
@@ -61,7 +65,11 @@ def one_round(index: int, wall_s: float, requests: list[RequestRecord], **option
 
 
 def one_run(
-    rounds: list[RoundRecord], requests: list[RequestRecord], facts: RunFacts = FACTS, roofline=None
+    rounds: list[RoundRecord],
+    requests: list[RequestRecord],
+    facts: RunFacts = FACTS,
+    roofline=None,
+    compile_stats=None,
 ) -> dict:
     numbered = [
         dataclasses.replace(request, round_index=record.round_index)
@@ -69,7 +77,7 @@ def one_run(
         for request in requests
     ]
     return metrics.summarize_run(
-        facts, rounds, numbered, {"load": 1.5, "warmup": 2.0}, roofline, ["be careful"]
+        facts, rounds, numbered, {"load": 1.5, "warmup": 2.0}, roofline, ["be careful"], compile_stats or {}
     )
 
 
@@ -129,20 +137,20 @@ def test_request_times_count_from_submission():
 
 
 def test_single_token_has_no_time_per_output_token():
-    record = metrics.summarize_requests(0, {"r": completion(ids=(5,))}, ["r"], [None])[0]
+    record = metrics.summarize_requests(0, {"r": completion(ids=(5,))}, ["r"], [None], [4])[0]
     assert record.tpot_s is None
     assert record.latency_s == 4.0
 
 
 def test_request_that_was_never_scheduled_has_no_times():
     failed = completion(ids=(), reason="failed", times=(10.0, None, None, None), error="no room")
-    record = metrics.summarize_requests(0, {"r": failed}, ["r"], [None])[0]
+    record = metrics.summarize_requests(0, {"r": failed}, ["r"], [None], [4])[0]
     assert (record.queue_s, record.ttft_s, record.tpot_s, record.latency_s) == (None, None, None, None)
     assert (record.finish_reason, record.error, record.is_finished) == ("failed", "no room", False)
 
 
 def test_missing_completion_is_recorded_as_lost_in_its_place():
-    records = metrics.summarize_requests(3, {"b": completion("b")}, ["a", "b"], [None, False])
+    records = metrics.summarize_requests(3, {"b": completion("b")}, ["a", "b"], [None, False], [4, 4])
     assert [(record.request_id, record.finish_reason) for record in records] == [("a", "lost"), ("b", "eos")]
     assert records[0].error == "no completion came back"
     assert {record.round_index for record in records} == {3}
@@ -150,9 +158,9 @@ def test_missing_completion_is_recorded_as_lost_in_its_place():
 
 def test_verdicts_must_be_parallel_and_completions_known():
     with pytest.raises(ValueError, match="zip"):
-        metrics.summarize_requests(0, {}, ["a", "b"], [None])
+        metrics.summarize_requests(0, {}, ["a", "b"], [None], [4, 4])
     with pytest.raises(ValueError, match="not submitted: x"):
-        metrics.summarize_requests(0, {"x": completion("x")}, ["a"], [None])
+        metrics.summarize_requests(0, {"x": completion("x")}, ["a"], [None], [4])
 
 
 def test_completion_rows_hold_what_came_back_in_order():
@@ -222,6 +230,20 @@ def test_batch_occupancy_and_padding():
     assert summary.padding_share == pytest.approx(13 / (99 + 13))
 
 
+def test_bursts_count_the_rows_that_were_still_active():
+    steps = [
+        step("prefill", 0.0, 1.0, num_requests=4, num_tokens=90),
+        step("decode", 1.0, 2.0, num_requests=4, num_tokens=20, num_steps=8, num_padding=12),
+        step("decode", 2.0, 3.0, num_requests=1, num_tokens=2, num_steps=2),
+    ]
+    summary = metrics.summarize_steps(steps, wall_s=3.0)
+    assert (summary.num_bursts, summary.steps_per_burst, summary.tokens_per_burst) == (2, 5.0, 11.0)
+    assert summary.mean_decode_batch == pytest.approx(22 / 10)
+    assert (summary.peak_batch, summary.mean_batch) == (4, pytest.approx(26 / 11))
+    assert summary.occupancy == pytest.approx(26 / 44)
+    assert metrics.summarize_steps(steps[:1], wall_s=3.0).tokens_per_burst is None
+
+
 def test_cache_use_is_weighed_by_time():
     steps = [
         step("prefill", 0.0, 1.0, cache_used_fraction=0.2),
@@ -247,7 +269,9 @@ def test_round_counts_tokens_of_finished_completions_only():
         "b": completion("b", ids=(5,) * 5, reason="length", prompt_ids=(1,)),
         "c": completion("c", ids=(5, 6), reason="failed", error="boom"),
     }
-    requests = metrics.summarize_requests(0, completions, ["a", "b", "c", "d"], [True, False, None, None])
+    requests = metrics.summarize_requests(
+        0, completions, ["a", "b", "c", "d"], [True, False, None, None], [4, 5, 4, 4]
+    )
     record = metrics.summarize_round(0, False, 100.0, 104.0, requests, [], None)
     assert (record.num_requests, record.num_finished, record.num_failed, record.num_lost) == (4, 2, 1, 1)
     assert record.finish_reasons == {"eos": 1, "length": 1, "failed": 1, "lost": 1}
@@ -310,7 +334,7 @@ def test_decode_tps_is_tokens_over_median_wall_of_an_even_number_of_rounds():
         one_round(2, 4.0, long),
         one_round(3, 9.0, long),
     ]
-    summary = metrics.summarize_run(FACTS, rounds, _numbered([short, short, long, long]), {}, None, [])
+    summary = metrics.summarize_run(FACTS, rounds, _numbered([short, short, long, long]), {}, None, [], {})
     assert (summary["median_wall_s"], summary["n_decoded_tokens"]) == (3.0, 6.5)
     assert summary["decode_tps"] == pytest.approx(6.5 / 3.0)
     assert summary["output_tokens_per_s"]["median"] == pytest.approx(summary["decode_tps"])
@@ -344,7 +368,9 @@ def test_summary_pools_requests_and_accuracy_over_timed_rounds():
         one_round(0, 1.0, [right, right]),
         one_round(1, 1.0, [right, wrong]),
     ]
-    summary = metrics.summarize_run(FACTS, rounds, _numbered([[right, right], [right, wrong]]), {}, None, [])
+    summary = metrics.summarize_run(
+        FACTS, rounds, _numbered([[right, right], [right, wrong]]), {}, None, [], {}
+    )
     assert (summary["num_judged"], summary["num_correct"], summary["accuracy"]) == (4, 3, 0.75)
     assert (summary["latency_s"]["p50"], summary["latency_s"]["max"]) == (1.0, 3.0)
     assert summary["completion_tokens"]["mean"] == 4.0
@@ -357,6 +383,8 @@ def test_fixed_length_run_reports_short_requests():
     assert one_run([record], requests, fixed)["num_short"] == 1
     assert one_run([record], requests, fixed)["is_fixed_length"] is True
     assert one_run([record], requests)["num_short"] is None
+    own_limits = [one_request(num_tokens=4), one_request(num_tokens=3, max_new_tokens=3)]
+    assert one_run([one_round(0, 1.0, own_limits)], own_limits, fixed)["num_short"] == 0
 
 
 def test_failures_are_counted_by_reason():
@@ -375,6 +403,7 @@ def test_identical_rounds_are_told_from_differing_ones():
         {},
         None,
         [],
+        {},
     )
     assert (same["are_rounds_identical"], same["num_differing_requests"]) == (True, 0)
     other = metrics.summarize_run(
@@ -384,6 +413,7 @@ def test_identical_rounds_are_told_from_differing_ones():
         {},
         None,
         [],
+        {},
     )
     assert (other["are_rounds_identical"], other["num_differing_requests"]) == (False, 1)
     alone = one_run([one_round(0, 1.0, [a])], [a])
@@ -436,7 +466,7 @@ def test_run_without_timed_round_or_with_equal_indices_is_refused():
 
 def test_roofline_fraction_with_worked_numbers():
     # 8.04 GB of weights and 2.37 GB of keys and values at 4.3 TB/s take 2.42 ms: of a step of 4.84 ms, one half.
-    assert metrics.roofline_fraction(8.04e9, 2.366e9, 4.3e12, 4.84e-3) == pytest.approx(0.5, rel=1e-3)
+    assert metrics.roofline_fraction(8.04e9 + 2.366e9, 4.3e12, 4.84e-3) == pytest.approx(0.5, rel=1e-3)
 
 
 def test_mean_context_counts_prompt_and_tokens_so_far():
@@ -453,10 +483,24 @@ def test_mean_context_counts_prompt_and_tokens_so_far():
 def test_run_has_a_roofline_fraction_when_a_bandwidth_is_given():
     requests = [one_request(num_prompt_tokens=10, num_tokens=4)] * 2
     record = one_round(0, 4.0, requests, steps=[step("decode", 100.0, 103.0, num_steps=3, num_tokens=6)])
-    inputs = metrics.RooflineInputs(weight_bytes=760, kv_bytes_per_token=10, bandwidth_bytes_per_s=2000.0)
+    inputs = metrics.RooflineInputs(2000.0, lambda batch, context: 760 + batch * context * 10)
     # A step of 1 s reads 760 + 2 requests x 12 tokens x 10 = 1000 bytes, which take 0.5 s.
-    assert one_run([record], requests, roofline=inputs)["roofline_fraction"] == pytest.approx(0.5)
+    summary = one_run([record], requests, roofline=inputs)
+    assert summary["roofline_fraction"] == pytest.approx(0.5)
+    assert summary["bandwidth_bytes_per_s"] == 2000.0
     assert one_run([record], requests)["roofline_fraction"] is None
+
+
+def test_summary_has_what_the_driver_counted_and_nothing_else():
+    requests = [one_request()]
+    stats = {"graphs": 9, "replays": 70, "compile_s": 1.5, "device_idle_share": 0.02, "unknown": 1}
+    summary = one_run([one_round(0, 1.0, requests)], requests, compile_stats=stats)
+    assert {name: summary[name] for name in metrics.COMPILE_STATS} == {
+        "graphs": 9, "replays": 70, "recompiles": None, "graph_breaks": None, "skipped_cudagraphs": None,
+        "compile_s": 1.5, "capture_s": None, "compile_cache_bytes": None, "device_idle_share": 0.02,
+    }  # fmt: skip
+    assert "unknown" not in summary
+    assert summary["bandwidth_bytes_per_s"] is None
 
 
 # Identity of the work

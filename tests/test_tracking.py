@@ -52,7 +52,7 @@ def run_dir(tmp_path) -> Path:
 
 
 def a_round(index: int, is_warmup: bool = False) -> RoundRecord:
-    requests = [metrics.RequestRecord(index, "r", "eos", 3, 4, 0.5, 1.0, 1 / 3, 2.0, True, "d", None)]
+    requests = [metrics.RequestRecord(index, "r", "eos", 3, 4, 4, 0.5, 1.0, 1 / 3, 2.0, True, "d", None)]
     return metrics.summarize_round(index, is_warmup, 0.0, 1.0 + index / 7, requests, [], None)
 
 

@@ -16,7 +16,7 @@ from rich.text import Text
 from cbexp.artifacts import TRACEBACK, RunDirectory
 from cbexp.display.layout import MAX_COLUMNS, print_line, print_row
 from cbexp.display.round_progress import RoundProgress
-from cbexp.display.settings import cache_rows, plan_rows
+from cbexp.display.settings import cache_rows, plan_rows, set_up_rows
 from cbexp.display.summary import print_summary
 from cbexp.display.units import format_bytes, format_number, format_path, format_seconds, format_share
 from cbexp.engine.types import StepInfo
@@ -65,6 +65,10 @@ class ProgressDisplay:
     def print_cache(self, settings: Mapping[str, Any]) -> None:
         """Print the size of the KV cache from a driver's settings; nothing for a driver that has no fixed one."""
         self._print_rows(cache_rows(settings))
+
+    def print_set_up(self, compile_stats: Mapping[str, Any], compile_cache: Mapping[str, Any] | None) -> None:
+        """Print what compiling and capturing took, and the folders where compiled code is kept with their size."""
+        self._print_rows(set_up_rows(compile_stats, compile_cache))
 
     def print_dry_run(self, report: DryRunReport) -> None:
         """Print what a job would take."""

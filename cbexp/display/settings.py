@@ -1,11 +1,12 @@
-"""Lines about what will run: the plan, and the cache as a driver has built it."""
+"""Lines about what will run: the plan, the cache as a driver has built it, and what compiling took."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-from cbexp.display.units import format_bytes
+from cbexp.display.units import format_bytes, format_path, format_seconds
 
 
 def plan_rows(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -22,6 +23,8 @@ def plan_rows(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         limits += f", {plan['max_batch_tokens']:,} tokens a step"
         limits += f"; block sharing {'on' if plan['block_sharing'] else 'off'}, scheduler {plan['scheduler']}"
     yield "batches", limits
+    if "batch_shape" in plan:
+        yield "decoding", _describe_decoding(plan)
 
 
 def cache_rows(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -29,3 +32,40 @@ def cache_rows(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if "num_blocks" in settings:
         num_blocks, page_size = settings["num_blocks"], settings["page_size"]
         yield "cache", f"{num_blocks * page_size:,} tokens: {num_blocks:,} blocks of {page_size:,}"
+
+
+def set_up_rows(
+    compile_stats: Mapping[str, Any], compile_cache: Mapping[str, Any] | None
+) -> Iterator[tuple[str, str]]:
+    """What a driver's compiling and capturing took, where it did any, and the size of the compile cache in use."""
+    if compile_stats.get("compile_s") or compile_stats.get("capture_s"):
+        yield "compiled", describe_compilation(compile_stats)
+    if compile_cache is not None:
+        folders = ", ".join(format_path(Path(folder)) for folder in compile_cache["folders"])
+        yield (
+            "compiler",
+            f"cache of {format_bytes(compile_cache['num_bytes'])} in {folders or 'no folder yet'}",
+        )
+
+
+def describe_compilation(stats: Mapping[str, Any]) -> str:
+    """Seconds of compiling and capturing, the graphs there are, and what should not have happened, if it did."""
+    text = f"in {format_seconds(stats['compile_s'])}, {stats['graphs']:,} graphs captured in "
+    text += format_seconds(stats["capture_s"])
+    troubles = [
+        f"{stats[key]:,} {key.replace('_', ' ')}"
+        for key in ("recompiles", "graph_breaks", "skipped_cudagraphs")
+        if stats[key]
+    ]
+    return "; ".join([text, *troubles])
+
+
+def _describe_decoding(plan: Mapping[str, Any]) -> str:
+    buckets = plan["buckets"]
+    shape = {
+        "natural": "batches of natural size",
+        "full": "always the largest batch",
+        "buckets": f"buckets {', '.join(map(str, buckets))}" if buckets else "buckets of powers of two",
+    }[plan["batch_shape"]]
+    check = "" if plan["self_check"] else ", no self-check"
+    return f"{shape}, bursts of up to {plan['max_burst']:,} steps, fusion {plan['fusion']}{check}"

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cbexp.display.layout import print_line, print_row
+from cbexp.display.settings import describe_compilation
 from cbexp.display.units import (
     format_bytes,
     format_number,
@@ -70,6 +71,10 @@ def _rows(summary: Summary) -> Iterator[tuple[str, str, str]]:
     if summary["decode_share"] is not None:
         yield "time", _shares(summary), ""
         yield "batch", _batch(summary), ""
+        if summary["num_bursts"]:
+            yield "bursts", _bursts(summary), ""
+    if summary["graphs"] is not None:
+        yield _compilation(summary)
     yield "memory", _memory(summary), ""
     yield "durations", _durations(summary), QUIET
 
@@ -101,9 +106,10 @@ def _tokens(summary: Summary) -> tuple[str, str, str]:
     text = f"{summary['n_decoded_tokens']:,} output tokens a round"
     limit = summary["max_new_tokens"]
     if summary["is_fixed_length"]:
+        fixed = f"lengths of up to {limit:,}" if summary["has_limits_per_prompt"] else f"length {limit:,}"
         if summary["num_short"]:
-            return "tokens", f"{text}; {summary['num_short']} request(s) SHORT of the fixed {limit}", LOUD
-        return "tokens", f"{text}, fixed length {limit}", ""
+            return "tokens", f"{text}; {summary['num_short']} request(s) SHORT of the fixed {fixed}", LOUD
+        return "tokens", f"{text}, fixed {fixed}", ""
     reasons, lengths = summary["finish_reasons"], summary["completion_tokens"]
     if lengths is not None:
         text += f", {format_number(lengths['mean'])} a request (at most {lengths['max']:,.0f} of {limit:,})"
@@ -122,7 +128,10 @@ def _shares(summary: Summary) -> str:
     kinds = {"prefill": "prefill", "mixed": "mixed", "decode": "decode", "outside steps": "outside_steps"}
     text = ", ".join(f"{label} {format_share(summary[f'{key}_share'])}" for label, key in kinds.items())
     if summary["roofline_fraction"] is not None:
-        text += f"; decode at {format_share(summary['roofline_fraction'])} of the memory roofline"
+        bandwidth = format_number(summary["bandwidth_bytes_per_s"] / 1e12)
+        text += (
+            f"; decode at {format_share(summary['roofline_fraction'])} of the memory limit ({bandwidth} TB/s)"
+        )
     return text
 
 
@@ -134,6 +143,22 @@ def _batch(summary: Summary) -> str:
     if summary["peak_cache_used"]:
         text += f", cache use up to {format_share(summary['peak_cache_used'])}"
     return text
+
+
+def _bursts(summary: Summary) -> str:
+    text = (
+        f"{summary['num_bursts']:,.0f} a round, each {format_number(summary['steps_per_burst'])} steps and "
+    )
+    text += f"{format_number(summary['tokens_per_burst'])} tokens"
+    if summary["device_idle_share"] is not None:
+        text += f"; device idle {format_share(summary['device_idle_share'])}"
+    return text
+
+
+def _compilation(summary: Summary) -> tuple[str, str, str]:
+    troubles = ("recompiles", "graph_breaks", "skipped_cudagraphs")
+    style = "yellow" if any(summary[key] for key in troubles) else QUIET
+    return "compiled", f"{describe_compilation(summary)}; {summary['replays']:,} replays", style
 
 
 def _memory(summary: Summary) -> str:

@@ -15,10 +15,11 @@ from cbexp.metrics.records import (
 from cbexp.metrics.requests import digest_completions, digest_ids, summarize_completions, summarize_requests
 from cbexp.metrics.roofline import RooflineInputs, mean_decode_context, roofline_fraction
 from cbexp.metrics.rounds import summarize_round
-from cbexp.metrics.run import summarize_run
+from cbexp.metrics.run import COMPILE_STATS, summarize_run
 from cbexp.metrics.steps import summarize_step_records, summarize_steps
 
 __all__ = [
+    "COMPILE_STATS",
     "FINISHED_REASONS",
     "LOST",
     "MemoryUse",

@@ -13,7 +13,11 @@ from cbexp.metrics.records import Record
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts(Record):
-    """What ran, as resolved. `is_fixed_length`: EOS ignored, so that every request generates `max_new_tokens`."""
+    """What ran, as resolved. `is_fixed_length`: EOS ignored, so that every request generates as much as it may.
+
+    `max_new_tokens` is the largest limit of a request; with `has_limits_per_prompt`, others are smaller. The fields
+    from `compile_region` to `batch_shape` are the synchronous driver's, None for the others.
+    """
 
     name: str
     model: str
@@ -22,11 +26,15 @@ class RunFacts(Record):
     device: str
     dtype: str
     compile_mode: str
+    compile_region: str | None
+    fusion: str | None
+    batch_shape: str | None
     attn_impl: str
     lora_adapter: str | None
     num_prompts: int
     num_generations: int
     max_new_tokens: int
+    has_limits_per_prompt: bool
     is_fixed_length: bool
     workload_hash: str
 

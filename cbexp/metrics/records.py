@@ -47,9 +47,9 @@ class MemoryUse(Record):
 class RequestRecord(Record):
     """One request of one round. Every submitted id has a record: what no completion came back for is `lost`.
 
-    `finish_reason` is eos, length, failed or lost. `queue_s` = scheduled - submitted; `ttft_s` = first token -
-    submitted; `latency_s` = finished - submitted; `tpot_s` = (latency - ttft) / (tokens - 1). `verdict` None: not
-    judged.
+    `max_new_tokens` is its limit. `finish_reason` is eos, length, failed or lost. `queue_s` = scheduled - submitted;
+    `ttft_s` = first token - submitted; `latency_s` = finished - submitted; `tpot_s` = (latency - ttft) / (tokens - 1).
+    `verdict` None: not judged.
     """
 
     round_index: int
@@ -57,6 +57,7 @@ class RequestRecord(Record):
     finish_reason: str
     num_prompt_tokens: int
     num_tokens: int
+    max_new_tokens: int
     queue_s: float | None
     ttft_s: float | None
     tpot_s: float | None
@@ -95,9 +96,10 @@ class StepSummary(Record):
     """The steps of a round taken together.
 
     The four time shares are parts of the round's wall time and add up to 1; `outside_steps_share` is what passed in
-    no step. Batch sizes are requests a step, each decode step of a burst counted. `occupancy` = mean batch / peak
-    batch: below 1 when requests end at different times. `padding_share` = padding / (tokens + padding).
-    `mean_cache_used` weighs by time.
+    no step. Batch sizes are requests a step, each decode step of a burst counted with the rows that were still active.
+    `occupancy` = mean batch / peak batch: below 1 when requests end at different times. `padding_share` = padding /
+    (tokens + padding). `num_bursts` counts what the host sees of decoding: bursts, and decode steps on their own;
+    `steps_per_burst` and `tokens_per_burst` are means over them. `mean_cache_used` weighs by time.
     """
 
     num_steps: int
@@ -111,6 +113,9 @@ class StepSummary(Record):
     peak_batch: int
     occupancy: float
     padding_share: float
+    num_bursts: int
+    steps_per_burst: float | None
+    tokens_per_burst: float | None
     mean_cache_used: float
     peak_cache_used: float
 

@@ -15,18 +15,19 @@ def summarize_requests(
     completions: Mapping[str, CompletionLike],
     request_ids: Sequence[str],
     verdicts: Sequence[bool | None],
+    limits: Sequence[int],
 ) -> list[RequestRecord]:
-    """One record for each of `request_ids`, in their order; `verdicts` is parallel to them.
+    """One record for each of `request_ids`, in their order; `verdicts` and `limits` (new tokens) are parallel to them.
 
     Raises:
-        ValueError: the two sequences differ in length, or a completion has an id that was not submitted.
+        ValueError: the sequences differ in length, or a completion has an id that was not submitted.
     """
     unknown = sorted(set(completions) - set(request_ids))
     if unknown:
         raise ValueError(f"completions for requests that were not submitted: {', '.join(unknown[:3])}")
     return [
-        _summarize_request(round_index, request_id, completions.get(request_id), verdict)
-        for request_id, verdict in zip(request_ids, verdicts, strict=True)
+        _summarize_request(round_index, request_id, completions.get(request_id), verdict, limit)
+        for request_id, verdict, limit in zip(request_ids, verdicts, limits, strict=True)
     ]
 
 
@@ -65,23 +66,10 @@ def digest_completions(requests: Sequence[RequestRecord]) -> str:
 
 
 def _summarize_request(
-    round_index: int, request_id: str, completion: CompletionLike | None, verdict: bool | None
+    round_index: int, request_id: str, completion: CompletionLike | None, verdict: bool | None, limit: int
 ) -> RequestRecord:
     if completion is None:
-        return RequestRecord(
-            round_index,
-            request_id,
-            LOST,
-            0,
-            0,
-            None,
-            None,
-            None,
-            None,
-            None,
-            digest_ids(()),
-            "no completion came back",
-        )
+        return _lost_request(round_index, request_id, limit)
     timings, num_tokens = completion.timings, len(completion.completion_ids)
     ttft_s = _since_submission(timings, timings.first_token_s)
     latency_s = _since_submission(timings, timings.finished_s)
@@ -91,6 +79,7 @@ def _summarize_request(
         finish_reason=completion.finish_reason,
         num_prompt_tokens=len(completion.prompt_ids),
         num_tokens=num_tokens,
+        max_new_tokens=limit,
         queue_s=_since_submission(timings, timings.scheduled_s),
         ttft_s=ttft_s,
         tpot_s=_time_per_output_token(ttft_s, latency_s, num_tokens),
@@ -98,6 +87,24 @@ def _summarize_request(
         verdict=verdict,
         completion_digest=digest_ids(completion.completion_ids),
         error=completion.error,
+    )
+
+
+def _lost_request(round_index: int, request_id: str, limit: int) -> RequestRecord:
+    return RequestRecord(
+        round_index=round_index,
+        request_id=request_id,
+        finish_reason=LOST,
+        num_prompt_tokens=0,
+        num_tokens=0,
+        max_new_tokens=limit,
+        queue_s=None,
+        ttft_s=None,
+        tpot_s=None,
+        latency_s=None,
+        verdict=None,
+        completion_digest=digest_ids(()),
+        error="no completion came back",
     )
 
 

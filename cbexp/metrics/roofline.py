@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cbexp.metrics.records import RequestRecord
@@ -10,29 +10,29 @@ from cbexp.metrics.records import RequestRecord
 
 @dataclass(frozen=True)
 class RooflineInputs:
-    """Weights read in a decode step and keys and values of a token, in bytes; measured bandwidth in bytes a second."""
+    """The bandwidth measured on this device in this process, in bytes a second, and what a decode step must read.
 
-    weight_bytes: int
-    kv_bytes_per_token: int
+    `step_bytes(batch, context)` is the bytes of weights, keys and values that a step of `batch` rows reads when each
+    attends to `context` tokens.
+    """
+
     bandwidth_bytes_per_s: float
+    step_bytes: Callable[[float, float], float]
 
 
-def roofline_fraction(
-    weight_bytes: float, kv_bytes_read: float, bandwidth_bytes_per_s: float, step_s: float
-) -> float:
-    """(weight bytes + KV bytes read in a step) / bandwidth / step time: 1 means as fast as memory allows.
+def roofline_fraction(bytes_read: float, bandwidth_bytes_per_s: float, step_s: float) -> float:
+    """Bytes that a step must read / bandwidth / step time: 1 means as fast as memory allows.
 
     Source: the memory roofline of Williams, Waterman and Patterson (2009), where decoding is bound by reads.
     """
-    return (weight_bytes + kv_bytes_read) / bandwidth_bytes_per_s / step_s
+    return bytes_read / bandwidth_bytes_per_s / step_s
 
 
 def mean_decode_context(requests: Sequence[RequestRecord]) -> float | None:
-    """Tokens that an average decoded token attends to, itself included; None when nothing was decoded.
+    """Tokens before and at an average decoded token, itself included; None when nothing was decoded.
 
     The first of n tokens comes from the prefill; the step of token j = 1 … n - 1 reads prompt + j tokens, so a
-    request reads (n - 1) * prompt + n * (n - 1) / 2 in n - 1 steps. Holds for full attention; a sliding window reads
-    less.
+    request reads (n - 1) * prompt + n * (n - 1) / 2 in n - 1 steps.
     """
     num_decoded = sum(max(request.num_tokens - 1, 0) for request in requests)
     if not num_decoded:

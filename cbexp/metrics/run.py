@@ -22,6 +22,17 @@ from cbexp.metrics.rounds import times_of
 
 GIB = 2**30
 GB = 10**9
+COMPILE_STATS = (
+    "graphs",
+    "replays",
+    "recompiles",
+    "graph_breaks",
+    "skipped_cudagraphs",
+    "compile_s",
+    "capture_s",
+    "compile_cache_bytes",
+    "device_idle_share",
+)
 
 
 def summarize_run(
@@ -31,13 +42,15 @@ def summarize_run(
     durations_s: Mapping[str, float],
     roofline: RooflineInputs | None,
     warnings: Sequence[str],
+    compile_stats: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The content of summary.json: plain JSON values over the timed rounds; of warmup only its number is there.
 
     Rules: a figure over rounds is the median (of an even number: the mean of the middle two) with its range
     (`relative_half_range` = (max - min) / 2 / median). A rate is that of the median round by wall time. Percentiles
     of requests are over all requests of the timed rounds; those of decode steps are the median of the rounds'
-    percentiles. `durations_s` are seconds outside of timing, by name (load, compile, warmup).
+    percentiles. `durations_s` are seconds outside of timing, by name (load, compile, warmup). `compile_stats` is what
+    the driver counted over the whole run, warmup included: `COMPILE_STATS`, of which what it lacks is None.
 
     Keys that scripts of this field read:
         backend: the driver (sync, manager, generate). compile_mode, attn_impl, lora_adapter: as resolved.
@@ -68,7 +81,9 @@ def summarize_run(
         **_outcomes(timed, timed_requests, facts),
         **_latencies(timed_requests),
         **_steps(timed),
+        **{name: compile_stats.get(name) for name in COMPILE_STATS},
         **_memory(timed),
+        "bandwidth_bytes_per_s": None if roofline is None else roofline.bandwidth_bytes_per_s,
         "roofline_fraction": _roofline(timed, timed_requests, roofline),
         **_determinism(timed, timed_requests),
         "warnings": list(warnings),
@@ -110,7 +125,9 @@ def _outcomes(
     """Counts over all timed rounds. `num_short`: finished requests of a fixed-length run below their limit."""
     num_judged = sum(record.num_judged for record in timed)
     num_correct = sum(record.num_correct for record in timed)
-    num_short = sum(request.is_finished and request.num_tokens < facts.max_new_tokens for request in requests)
+    num_short = sum(
+        request.is_finished and request.num_tokens < request.max_new_tokens for request in requests
+    )
     return {
         "num_requests": len(requests),
         "num_finished": sum(record.num_finished for record in timed),
@@ -157,9 +174,17 @@ def _steps(timed: Sequence[RoundRecord]) -> dict[str, Any]:
         "occupancy": over_rounds(lambda steps: steps.occupancy),
         "mean_batch": over_rounds(lambda steps: steps.mean_batch),
         "padding_share": over_rounds(lambda steps: steps.padding_share),
+        "num_bursts": over_rounds(lambda steps: steps.num_bursts),
+        "steps_per_burst": _median_of([steps.steps_per_burst for steps in seen]),
+        "tokens_per_burst": _median_of([steps.tokens_per_burst for steps in seen]),
         "mean_cache_used": over_rounds(lambda steps: steps.mean_cache_used),
         "peak_cache_used": max((steps.peak_cache_used for steps in seen), default=None),
     }
+
+
+def _median_of(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
 
 
 def _memory(timed: Sequence[RoundRecord]) -> dict[str, Any]:
@@ -188,8 +213,7 @@ def _roofline(
         return None
     batch = median([batch for batch, _ in decode])
     step_s = median([step_s for _, step_s in decode])
-    kv_bytes_read = batch * context * inputs.kv_bytes_per_token
-    return roofline_fraction(inputs.weight_bytes, kv_bytes_read, inputs.bandwidth_bytes_per_s, step_s)
+    return roofline_fraction(inputs.step_bytes(batch, context), inputs.bandwidth_bytes_per_s, step_s)
 
 
 def _determinism(timed: Sequence[RoundRecord], requests: Sequence[RequestRecord]) -> dict[str, Any]:

@@ -38,8 +38,9 @@ def summarize_steps(steps: Sequence[StepLike], wall_s: float) -> StepSummary | N
         return None
     shares = {kind: _kind_duration_s(steps, kind) / wall_s for kind in ("prefill", "mixed", "decode")}
     batches = _per_single_step(steps, "prefill", "mixed", "decode")
-    mean_batch, peak_batch = fmean(batches), max(batches)
+    mean_batch, peak_batch = fmean(batches), max(step.num_requests for step in steps)
     decode_batches = _per_single_step(steps, "decode")
+    bursts = [step for step in steps if step.kind == "decode"]
     return StepSummary(
         num_steps=len(batches),
         prefill_share=shares["prefill"],
@@ -52,6 +53,9 @@ def summarize_steps(steps: Sequence[StepLike], wall_s: float) -> StepSummary | N
         peak_batch=peak_batch,
         occupancy=mean_batch / peak_batch if peak_batch else 0.0,
         padding_share=_padding_share(steps),
+        num_bursts=len(bursts),
+        steps_per_burst=fmean(burst.num_steps for burst in bursts) if bursts else None,
+        tokens_per_burst=fmean(burst.num_tokens for burst in bursts) if bursts else None,
         mean_cache_used=_mean_cache_used(steps),
         peak_cache_used=max(step.cache_used_fraction for step in steps),
     )
@@ -65,9 +69,14 @@ def _kind_duration_s(steps: Sequence[StepLike], kind: str) -> float:
     return sum(_duration_s(step) for step in steps if step.kind == kind)
 
 
-def _per_single_step(steps: Sequence[StepLike], *kinds: str) -> list[int]:
+def _per_single_step(steps: Sequence[StepLike], *kinds: str) -> list[float]:
     """The batch of every single step, those inside a burst included."""
-    return [step.num_requests for step in steps if step.kind in kinds for _ in range(step.num_steps)]
+    return [_mean_batch(step) for step in steps if step.kind in kinds for _ in range(step.num_steps)]
+
+
+def _mean_batch(step: StepLike) -> float:
+    """Requests of a step. Those that end inside a burst leave it: each decode step gives an active one a token."""
+    return step.num_tokens / step.num_steps if step.kind == "decode" else step.num_requests
 
 
 def _decode_step_times_s(steps: Sequence[StepLike]) -> list[float]:

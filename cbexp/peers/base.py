@@ -87,6 +87,11 @@ class PeerDriver(ABC):
         return self._steps
 
     @property
+    def compile_stats(self) -> dict[str, Any]:
+        """Counts and seconds of compiling and capturing; empty, since transformers does not tell."""
+        return {}
+
+    @property
     def partial_completions(self) -> dict[str, Completion]:
         """After an error or interrupt in a drive: its requests, unfinished ones failed, their tokens kept."""
         return self._partial_completions

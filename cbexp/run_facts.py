@@ -1,0 +1,56 @@
+"""What ran, for the summary: the configuration, as plan and driver have resolved it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cbexp import metrics
+from cbexp.config import ExperimentConfig
+from cbexp.dataset.prompts import PromptSet
+from cbexp.factory import RunPlan
+from cbexp.metrics import RunFacts
+from cbexp.model.loading import LoadedModel
+
+
+def describe_run(
+    config: ExperimentConfig,
+    plan: RunPlan,
+    loaded: LoadedModel,
+    prompts: PromptSet,
+    resolved: Mapping[str, Any],
+) -> RunFacts:
+    """Return the facts of a run whose driver says `resolved` of its settings."""
+    decode = plan.decode
+    return RunFacts(
+        name=config.name,
+        model=config.model.name_or_path or config.model.name,
+        dataset=config.dataset.name,
+        backend=config.driver.name,
+        device=str(loaded.device),
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        compile_mode=plan.compile_mode,
+        compile_region=None if decode is None else decode.compile_region,
+        fusion=None if decode is None else str(resolved["fusion"]),
+        batch_shape=None if decode is None else decode.batch_shape,
+        attn_impl=str(resolved["attn_implementation"]),
+        lora_adapter=loaded.lora_adapter,
+        num_prompts=len(prompts.prompt_ids),
+        num_generations=config.dataset.num_generations,
+        max_new_tokens=plan.max_new_tokens,
+        has_limits_per_prompt=config.sampling.has_limits_per_prompt,
+        is_fixed_length=config.sampling.ignore_eos,
+        workload_hash=_hash_workload(config, plan, prompts, resolved),
+    )
+
+
+def _hash_workload(
+    config: ExperimentConfig, plan: RunPlan, prompts: PromptSet, resolved: Mapping[str, Any]
+) -> str:
+    sampling = {
+        "do_sample": False,
+        "eos_token_ids": list(resolved["eos_token_ids"]),
+        "num_generations": config.dataset.num_generations,
+    }
+    limits = plan.limits if config.sampling.has_limits_per_prompt else plan.max_new_tokens
+    return metrics.workload_hash(prompts.prompt_ids, limits, sampling)
