@@ -43,8 +43,8 @@ FAMILIES = {
 }
 NUM_GROUPS = 2 * SHAPE["num_hidden_layers"]
 MEMBERS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-# Not bit for bit: a wider matrix product sums in another order. Measured: 2e-6 at most, of logits up to 6.
-TOLERANCE = {"rtol": 1e-6, "atol": 5e-6}
+# Not bit for bit: a wider matrix product sums in another order. Measured: 3e-6 at most, of logits up to 7.
+TOLERANCE = {"rtol": 1e-6, "atol": 1e-5}
 
 
 def build(family="Llama", **changes):
@@ -54,8 +54,9 @@ def build(family="Llama", **changes):
     model = getattr(transformers, f"{family}ForCausalLM")._from_config(config)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.3, generator=generator)
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1 or name.endswith("bias"):
+                parameter.normal_(std=0.3, generator=generator)
     return model.eval()
 
 
