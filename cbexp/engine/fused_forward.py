@@ -1,0 +1,118 @@
+"""Runs a Llama-like model as fused kernels: five a layer, for decode steps and for prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional
+
+from cbexp.engine import fused_ops as ops
+from cbexp.engine.attention import attend
+from cbexp.engine.fused_layers import FusedLayer, FusedModel
+from cbexp.engine.page_layout import LayerPages
+
+# Takes normed hidden states [rows, hidden], a layer and its index; gives [rows, num_heads * head_dim].
+Attend = Callable[[Tensor, FusedLayer, int], Tensor]
+
+
+class FusedForward:
+    """Implements `DecodeForward` on `model`; `pages` by layer index.
+
+    Numerics are those of transformers' own code, rounded at the same places, but for the order of sums.
+    """
+
+    def __init__(
+        self, model: FusedModel, pages: tuple[LayerPages, ...], attention_modules: tuple[Any, ...]
+    ) -> None:
+        self._model = model
+        self._pages = pages
+        self._attention_modules = attention_modules
+
+    def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """The next token of each row: int64 [rows] and int32 [rows] to int64 [rows]; writes the rows' pages."""
+        return ops.best_tokens(self._decode(token_ids, positions), self._model.head)
+
+    def logits(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """The same step up to its logits, [rows, vocabulary] in the model's dtype."""
+        return functional.linear(self._decode(token_ids, positions), self._model.head)
+
+    def prefill(self, batch: dict[str, Any], num_rows: int) -> Tensor:
+        """Run transformers' packed batch through its cache; the next token of the first `num_rows` of `logits_indices`.
+
+        `batch`: the keyword arguments that transformers' batching hands to a model, tokens side by side.
+        """
+        model, cache, kwargs = self._model, batch["cache"], dict(batch)
+        positions = batch["position_ids"][0]
+        heads = [model.num_heads, model.num_kv_heads, model.num_kv_heads]
+
+        def attend_packed(hidden: Tensor, layer: FusedLayer, index: int) -> Tensor:
+            qkv = ops.rotated_projection(
+                hidden,
+                layer.qkv,
+                layer.qkv_bias,
+                positions,
+                model.cos,
+                model.sin,
+                layer.q_norm,
+                layer.k_norm,
+                model.eps,
+                model.num_heads,
+                model.num_kv_heads,
+            )
+            query, key, value = (part.transpose(0, 1)[None] for part in qkv.split(heads, dim=1))
+            key, value = cache.update(key, value, index, kwargs=kwargs)
+            module = self._attention_modules[index]
+            window = getattr(module, "sliding_window", None)
+            attended, _ = attend(
+                module, query, key, value, None, scaling=model.scaling, sliding_window=window, **_lengths(kwargs)
+            )
+            return attended.reshape(hidden.shape[0], -1)
+
+        hidden = self._run(batch["input_ids"][0], attend_packed)
+        return ops.best_tokens(hidden[batch["logits_indices"][:num_rows]], model.head)
+
+    def _decode(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        def attend_paged(hidden: Tensor, layer: FusedLayer, index: int) -> Tensor:
+            model, pages = self._model, self._pages[index]
+            out: Tensor = ops.attend_new_token(
+                hidden,
+                layer.qkv,
+                layer.qkv_bias,
+                positions,
+                model.cos,
+                model.sin,
+                layer.q_norm,
+                layer.k_norm,
+                pages.pages,
+                pages.block_table,
+                pages.page_offset,
+                model.eps,
+                model.scaling,
+                pages.window,
+                model.num_heads,
+            )
+            return out
+
+        return self._run(token_ids, attend_paged)
+
+    def _run(self, token_ids: Tensor, attend_in: Attend) -> Tensor:
+        """Final normed hidden states [rows, hidden]."""
+        model = self._model
+        residual, hidden = ops.embed_norm(token_ids, model.embedding, model.first_norm, model.eps)
+        for index, layer in enumerate(model.layers):
+            attended = attend_in(hidden, layer, index)
+            residual, hidden = ops.project_add_norm(
+                attended, layer.o, layer.o_bias, residual, layer.post_attention_norm, model.eps
+            )
+            gated = ops.gated_projection(hidden, layer.gate_up)
+            residual, hidden = ops.project_add_norm(
+                gated, layer.down, layer.down_bias, residual, layer.next_norm, model.eps
+            )
+        return hidden
+
+
+def _lengths(kwargs: dict[str, Any]) -> dict[str, Any]:
+    names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+    return {name: kwargs[name] for name in names}

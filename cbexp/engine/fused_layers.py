@@ -1,0 +1,166 @@
+"""Reads a Llama-like model as what fused kernels need of it, or says why it cannot be read so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from cbexp.engine.fused_weights import FusedProjection, FusedWeights
+
+# Models whose decoder layer is: norm, q/k/v, (norm of each head,) rotary embedding, attention, o, residual; norm, gated
+# SiLU, residual. Told by class: a like name with another order of norms, or a scaled residual, would be wrong.
+FUSED_MODEL_CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+# Rotary embeddings whose angle depends on the position alone, not on the length of the sequence.
+STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class FusedLayer:
+    """Weights of one decoder layer, sharing the caller's memory: [out_features, in_features], norms [hidden]."""
+
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: Tensor
+    o_bias: Tensor | None
+    gate_up: Tensor
+    down: Tensor
+    down_bias: Tensor | None
+    post_attention_norm: Tensor
+    next_norm: Tensor
+
+
+@dataclass(frozen=True)
+class FusedModel:
+    """What a forward of fused kernels reads. `next_norm` of a layer is the norm before the next one, or the last.
+
+    `cos` and `sin` [max_positions, head_dim] are the model's own rotary tables, in its dtype.
+    """
+
+    embedding: Tensor
+    first_norm: Tensor
+    layers: tuple[FusedLayer, ...]
+    head: Tensor
+    cos: Tensor
+    sin: Tensor
+    eps: float
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scaling: float
+
+
+def why_not_fused(model: PreTrainedModel) -> str | None:
+    """The reason for which `model` cannot run as fused layers; None when it can."""
+    return next(_objections(model), None)
+
+
+def read_fused_model(model: PreTrainedModel, weights: FusedWeights, max_positions: int) -> FusedModel:
+    """Read `model`, whose projections `weights` has fused; to be read again when parameters were re-assigned.
+
+    `max_positions`: length of the rotary tables. `why_not_fused(model)` must be None.
+    """
+    base: Any = model.model
+    config, layers = model.config, list(base.layers)
+    attention = layers[0].self_attn
+    by_block = {(id(p.group.block), len(p.sizes)): p for p in weights.projections()}
+    norms = [layer.input_layernorm.weight.data for layer in layers[1:]] + [base.norm.weight.data]
+    cos, sin = _rotary_tables(base, max_positions)
+    return FusedModel(
+        embedding=base.embed_tokens.weight.data,
+        first_norm=layers[0].input_layernorm.weight.data,
+        layers=tuple(_read_layer(layer, by_block, norm) for layer, norm in zip(layers, norms, strict=True)),
+        head=model.lm_head.weight.data,
+        cos=cos,
+        sin=sin,
+        eps=base.norm.variance_epsilon,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=attention.head_dim,
+        scaling=attention.scaling,
+    )
+
+
+def _read_layer(
+    layer: Any, projections: dict[tuple[int, int], FusedProjection], next_norm: Tensor
+) -> FusedLayer:
+    attention, mlp = layer.self_attn, layer.mlp
+    qkv, gate_up = projections[id(attention), 3], projections[id(mlp), 2]
+    return FusedLayer(
+        qkv=qkv.weight.data,
+        qkv_bias=None if qkv.bias is None else qkv.bias.data,
+        q_norm=attention.q_norm.weight.data if hasattr(attention, "q_norm") else None,
+        k_norm=attention.k_norm.weight.data if hasattr(attention, "k_norm") else None,
+        o=attention.o_proj.weight.data,
+        o_bias=_bias(attention.o_proj),
+        gate_up=gate_up.weight.data,
+        down=mlp.down_proj.weight.data,
+        down_bias=_bias(mlp.down_proj),
+        post_attention_norm=layer.post_attention_layernorm.weight.data,
+        next_norm=next_norm,
+    )
+
+
+def _bias(linear: nn.Linear) -> Tensor | None:
+    return None if linear.bias is None else linear.bias.data
+
+
+@torch.no_grad()
+def _rotary_tables(base: Any, max_positions: int) -> tuple[Tensor, Tensor]:
+    like = base.embed_tokens.weight
+    positions = torch.arange(max_positions, device=like.device)[None]
+    cos, sin = base.rotary_emb(like, positions)
+    return cos[0].contiguous(), sin[0].contiguous()
+
+
+def _objections(model: PreTrainedModel) -> Iterator[str]:
+    name = type(model).__name__
+    if name not in FUSED_MODEL_CLASSES or type(model).__module__.split(".")[0] != "transformers":
+        yield f"{name} is not one of {', '.join(FUSED_MODEL_CLASSES)}"
+        return
+    config, base = model.config, model.model
+    rope_type = getattr(base.rotary_emb, "rope_type", None)
+    if rope_type not in STATIC_ROPE_TYPES:
+        yield f"its rotary embedding (rope_type={rope_type}) changes with the length of the sequence"
+    if config.hidden_act != "silu":
+        yield f"its activation is {config.hidden_act}, not silu"
+    # Weights of odd sizes would be read at unaligned addresses.
+    if config.hidden_size % 16 or config.intermediate_size % 16 or base.layers[0].self_attn.head_dim % 16:
+        yield "its hidden size, intermediate size or head size is not a multiple of 16"
+    yield from _module_objections(model)
+
+
+def _module_objections(model: PreTrainedModel) -> Iterator[str]:
+    linears = {id(m) for m in model.modules() if type(m) is nn.Linear}
+    for path, layer in model.model.layers.named_children():
+        attention, mlp = layer.self_attn, layer.mlp
+        names = ("q_proj", "k_proj", "v_proj", "o_proj")
+        parts = [(n, getattr(attention, n)) for n in names]
+        parts += [(n, getattr(mlp, n)) for n in ("gate_proj", "up_proj", "down_proj")]
+        for name, part in parts:
+            if id(part) not in linears:
+                yield f"{name} of layer {path} is a {type(part).__name__} (an adapter, or quantised weights)"
+                return
+        if mlp.gate_proj.bias is not None:
+            yield f"gate_proj of layer {path} has a bias"
+            return
+    if id(model.lm_head) not in linears or model.lm_head.bias is not None:
+        yield "its language-model head is not a plain nn.Linear without bias"
+    tensors = [*model.parameters()]
+    kinds = {str(t.dtype) for t in tensors}
+    if len(kinds) > 1:
+        yield f"its parameters differ in dtype: {', '.join(sorted(kinds))}"
+    yield from _hook_objections(model)
+
+
+def _hook_objections(model: PreTrainedModel) -> Iterator[str]:
+    for path, module in model.named_modules():
+        if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+            yield f"{path or 'the model'} has a hook or a replaced forward, which fused kernels would not run"
+            return

@@ -1,0 +1,224 @@
+"""The fused steps of a decoder layer as operators of torch: Triton kernels on CUDA, plain torch elsewhere.
+
+Operators, so that torch.compile takes a forward made of them as one graph.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cbexp.engine import fused_reference as reference
+from cbexp.engine.paged_attention_op import paged_decode_attention
+
+# Rows up to which the own kernels, made for reading weights, beat the matrix products of the vendor's library.
+MAX_SKINNY_ROWS = 64
+# Programs per multiprocessor from which attention need not split sequences.
+MIN_PROGRAMS_EACH = 0.9
+
+
+@torch.library.custom_op("cbexp::embed_norm", mutates_args=())
+def embed_norm(token_ids: Tensor, table: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """As `fused_reference.embed_norm`."""
+    if not table.is_cuda:
+        return reference.embed_norm(token_ids, table, weight, eps)
+    from cbexp.engine.kernels import decode_norms
+
+    return decode_norms.embed_norm(token_ids, table, weight, eps)
+
+
+@embed_norm.register_fake
+def _(token_ids: Tensor, table: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    shape = (token_ids.shape[0], table.shape[1])
+    return table.new_empty(shape), table.new_empty(shape)
+
+
+@torch.library.custom_op("cbexp::rotated_projection", mutates_args=())
+def rotated_projection(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    positions: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    num_heads: int,
+    num_kv_heads: int,
+) -> Tensor:
+    """As `fused_reference.rotated_projection`."""
+    if not x.is_cuda:
+        return reference.rotated_projection(
+            x, weight, bias, positions, cos, sin, q_norm, k_norm, eps, num_heads, num_kv_heads
+        )
+    from cbexp.engine.kernels import decode_norms
+
+    return decode_norms.norm_and_rotate(
+        _project(x, weight, bias),
+        positions,
+        None if cos is None or sin is None else (cos, sin),
+        None if q_norm is None or k_norm is None else (q_norm, k_norm),
+        eps=eps,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        dtype=x.dtype,
+    )
+
+
+@rotated_projection.register_fake
+def _(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    positions: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    num_heads: int,
+    num_kv_heads: int,
+) -> Tensor:
+    all_heads = num_heads + 2 * num_kv_heads
+    return x.new_empty((x.shape[0], all_heads, weight.shape[0] // all_heads))
+
+
+@torch.library.custom_op("cbexp::attend_new_token", mutates_args={"pages"})
+def attend_new_token(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    pages: Tensor,
+    block_table: Tensor,
+    page_offset: Tensor,
+    eps: float,
+    scaling: float,
+    window: int,
+    num_heads: int,
+) -> Tensor:
+    """`rotated_projection` of x [rows, hidden], then paged decode attention: [rows, num_heads * head_dim]."""
+    num_rows, num_kv_heads = x.shape[0], pages.shape[2]
+    if _fills_device(x, num_kv_heads):
+        from cbexp.engine.kernels import rotated_attention
+
+        norms = None if q_norm is None or k_norm is None else (q_norm, k_norm)
+        out = rotated_attention.rotated_paged_attention(
+            _project(x, weight, bias),
+            positions,
+            cos,
+            sin,
+            norms,
+            pages,
+            block_table,
+            page_offset,
+            eps=eps,
+            scaling=scaling,
+            window=window,
+            num_heads=num_heads,
+        )
+        return out.view(num_rows, -1)
+    qkv = rotated_projection(
+        x, weight, bias, positions, cos, sin, q_norm, k_norm, eps, num_heads, num_kv_heads
+    )
+    query, key, value = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    attended: Tensor = paged_decode_attention(
+        query, key, value, pages, block_table, positions, page_offset, scaling=scaling, window=window
+    )
+    return attended.reshape(num_rows, -1)
+
+
+@attend_new_token.register_fake
+def _(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    pages: Tensor,
+    block_table: Tensor,
+    page_offset: Tensor,
+    eps: float,
+    scaling: float,
+    window: int,
+    num_heads: int,
+) -> Tensor:
+    return x.new_empty((x.shape[0], num_heads * pages.shape[3]))
+
+
+def _fills_device(x: Tensor, num_kv_heads: int) -> bool:
+    """Whether a program for each row and key head keeps a GPU busy; smaller batches split the sequence."""
+    if not x.is_cuda:
+        return False
+    num_multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count
+    return x.shape[0] * num_kv_heads >= MIN_PROGRAMS_EACH * num_multiprocessors
+
+
+@torch.library.custom_op("cbexp::project_add_norm", mutates_args=())
+def project_add_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """As `fused_reference.project_add_norm`."""
+    if not x.is_cuda:
+        return reference.project_add_norm(x, weight, bias, residual, norm_weight, eps)
+    from cbexp.engine.kernels import decode_norms
+
+    return decode_norms.add_norm(_project(x, weight, bias), residual, norm_weight, eps)
+
+
+@project_add_norm.register_fake
+def _(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(residual), torch.empty_like(residual)
+
+
+@torch.library.custom_op("cbexp::gated_projection", mutates_args=())
+def gated_projection(x: Tensor, weight: Tensor) -> Tensor:
+    """As `fused_reference.gated_projection`."""
+    if not x.is_cuda:
+        return reference.gated_projection(x, weight)
+    from cbexp.engine.kernels import decode_linear, decode_norms, tiles
+
+    if x.shape[0] > MAX_SKINNY_ROWS:
+        return decode_norms.silu_product(torch.nn.functional.linear(x, weight))
+    return decode_linear.gate_up_silu(x, weight, tiles.choose_gated_tile(x, weight))
+
+
+@gated_projection.register_fake
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0] // 2))
+
+
+@torch.library.custom_op("cbexp::best_tokens", mutates_args=())
+def best_tokens(x: Tensor, weight: Tensor) -> Tensor:
+    """As `fused_reference.best_tokens`."""
+    if not x.is_cuda:
+        return reference.best_tokens(x, weight)
+    from cbexp.engine.kernels import decode_finish, decode_linear, tiles
+
+    if x.shape[0] > MAX_SKINNY_ROWS:
+        return decode_finish.largest_logit(torch.nn.functional.linear(x, weight))
+    return decode_finish.best_token(*decode_linear.head_maxima(x, weight, tiles.choose_head_tile(x, weight)))
+
+
+@best_tokens.register_fake
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty((x.shape[0],), dtype=torch.int64)
+
+
+def _project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The projection as parts [splits, rows, out_features]: float32 of the own kernel, or one in x's dtype."""
+    from cbexp.engine.kernels import decode_linear, tiles
+
+    if x.shape[0] > MAX_SKINNY_ROWS:
+        return torch.nn.functional.linear(x, weight, bias)[None]
+    return decode_linear.split_linear(x, weight, bias, tiles.choose_split_tile(x, weight))
