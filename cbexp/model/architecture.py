@@ -11,18 +11,17 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_MASKED_LM_MAPPING,
     AutoConfig,
     PreTrainedConfig,
 )
 
 from cbexp.checks import describe_near_matches
 from cbexp.config import BUILTIN_PREFIX, ModelConfig
+from cbexp.engine.architecture_support import find_architecture_problem
 from cbexp.errors import ModelError
 from cbexp.hub import Source, explained_loading, first_line, resolve_source
 
 BUILTIN_FOLDERS = {f"{BUILTIN_PREFIX}tiny": Path(__file__).parents[1] / "assets" / "tiny"}
-SUPPORTED_LAYER_TYPES = ("full_attention", "sliding_attention")
 # Accepted by transformers' configs beside their fields, and converted into `rope_parameters` and `dtype`.
 LEGACY_ARCHITECTURE_KEYS = ("rope_theta", "rope_scaling", "torch_dtype")
 
@@ -74,11 +73,13 @@ def uses_remote_code(architecture: PreTrainedConfig) -> bool:
 
 def refuse_unsupported(architecture: PreTrainedConfig) -> None:
     """Raise `ModelError`, with the name and the reason, for a model that paged generation would not run rightly."""
-    reason = (
-        _unsupported_kind(architecture)
-        or _unsupported_layers(architecture)
-        or _unsupported_class(architecture)
-    )
+    if getattr(architecture, "quantization_config", None) is not None:
+        reason: str | None = "its checkpoint is quantised; use a bfloat16 or float16 checkpoint of it"
+    elif not uses_remote_code(architecture) and type(architecture) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        # Said last: what kind of model it is explains more.
+        reason = find_architecture_problem(architecture, None) or "transformers has no causal language model of it"
+    else:
+        reason = find_architecture_problem(architecture, causal_model_class(architecture))
     if reason is not None:
         raise ModelError(f"model type {architecture.model_type!r} is not supported: {reason}.")
 
@@ -146,53 +147,3 @@ def _check_architecture_keys(model_type: str, values: dict[str, Any]) -> None:
 def _validation_message(error: Exception) -> str:
     cause = error.__cause__ if isinstance(error, StrictDataclassError) else None
     return first_line(cause or error)
-
-
-def _unsupported_kind(architecture: PreTrainedConfig) -> str | None:
-    if architecture.is_encoder_decoder:
-        return "it is an encoder-decoder model, and only decoders are"
-    if _is_composite(architecture):
-        return "it takes more than text (images, audio or video), and only text models are"
-    if getattr(architecture, "quantization_config", None) is not None:
-        return "its checkpoint is quantised; use a bfloat16 or float16 checkpoint of it"
-    if (
-        getattr(architecture, "is_decoder", True) is False
-        and type(architecture) in MODEL_FOR_MASKED_LM_MAPPING
-    ):
-        return "it is an encoder, and only decoders are"
-    if getattr(architecture, "kv_lora_rank", None) is not None:
-        return "its multi-head latent attention has keys and values of different shapes"
-    return None
-
-
-def _unsupported_layers(architecture: PreTrainedConfig) -> str | None:
-    others = sorted(set(getattr(architecture, "layer_types", None) or ()) - set(SUPPORTED_LAYER_TYPES))
-    if others:
-        return f"it has layers of the kind {', '.join(others)}; only full and sliding-window attention are"
-    if getattr(architecture, "num_kv_shared_layers", None):
-        return "some of its layers use the keys and values of others"
-    if architecture.is_heterogeneous or getattr(architecture, "global_head_dim", None) is not None:
-        return "its layers differ in shape"
-    return None
-
-
-def _unsupported_class(architecture: PreTrainedConfig) -> str | None:
-    if uses_remote_code(architecture):
-        return None
-    if type(architecture) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return "transformers has no causal language model of it"
-    model_class = causal_model_class(architecture)
-    if model_class._is_stateful:
-        return "its layers keep a recurrent state, which a paged cache cannot hold"
-    if not model_class._supports_attention_backend:
-        return "its attention does not go through transformers' attention interface"
-    return None
-
-
-def _is_composite(architecture: PreTrainedConfig) -> bool:
-    if any(key in architecture.sub_configs for key in ("vision_config", "audio_config")):
-        return True
-    try:
-        return architecture.get_text_config() is not architecture
-    except ValueError:  # transformers' word for several nested text configs
-        return True
