@@ -19,13 +19,10 @@ NUM_TRASH_SECTORS = 2
 
 
 class RunsSteps(Protocol):
-    """What is timed: `run(bucket, num_steps)` enqueues decode steps over the first `bucket` rows of the buffers."""
-
-    def prepare(self, bucket: int) -> None:
-        """Compile and capture for a batch of `bucket` rows."""
+    """What is timed (a `StepRunner`, prepared for the bucket)."""
 
     def run(self, bucket: int, num_steps: int) -> None:
-        """Enqueue the steps on the current stream."""
+        """Enqueue decode steps over the first `bucket` rows of the buffers on the current stream."""
 
 
 @torch.no_grad()
@@ -50,7 +47,6 @@ def time_decode_steps(
         EngineError: buffers or cache are too small for the rows.
     """
     _check_rows(buffers, bucket, num_steps)
-    runner.prepare(bucket)
     with _synthetic_rows(buffers, pools, bucket, context, num_steps) as restart:
         seconds = []
         for _ in range(1 + num_bursts):

@@ -41,11 +41,7 @@ class RecordingRunner:
 
     def __init__(self, buffers):
         self.buffers = buffers
-        self.prepared = []
         self.starts = []
-
-    def prepare(self, bucket):
-        self.prepared.append(bucket)
 
     def run(self, bucket, num_steps):
         tables = {name: table.clone() for name, table in self.buffers.block_tables.items()}
@@ -65,7 +61,6 @@ def test_every_burst_starts_at_the_same_place_around_the_context(buffers, pools)
     seconds = time_steps(runner, pools)
     assert len(seconds) == 3
     assert all(value > 0 for value in seconds)
-    assert runner.prepared == [2]
     assert len(runner.starts) == 4
     # Steps at 18 to 21 attend to 19 to 22 tokens; the row beyond the bucket is inactive.
     assert all((positions, step) == ([18, 18, -1], 0) for positions, step, _ in runner.starts)
