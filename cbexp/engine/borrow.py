@@ -7,25 +7,38 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from cbexp.engine.interrupts import deferring_interrupts
 
 
 @contextmanager
-def borrowed_for_inference(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Run the body in eval mode, without gradients and in the model's own dtype.
+def borrowed_for_inference(model: PreTrainedModel, attn_implementation: str) -> Iterator[None]:
+    """Run the body in eval mode, without gradients, in the model's own dtype, with the attention of that name.
 
     Modes are flipped module by module and put back one by one: a caller may keep parts of a model in eval mode.
     Inference mode is left, since the cache is written by drives inside and outside of it.
     """
     in_training = [module for module in model.modules() if module.training]
-    autocast_off = torch.autocast(device_type=device.type, enabled=False)
+    attention_before = [(config, config._attn_implementation) for config in _configs(model)]
+    autocast_off = torch.autocast(device_type=model.device.type, enabled=False)
     with torch.inference_mode(False), torch.no_grad(), autocast_off:
-        for module in in_training:
-            module.training = False
         try:
+            for module in in_training:
+                module.training = False
+            # Not by `set_attn_implementation`, which would look for a flash package.
+            for config, _ in attention_before:
+                config._attn_implementation = attn_implementation
             yield
         finally:
             with deferring_interrupts():
                 for module in in_training:
                     module.training = True
+                for config, name in attention_before:
+                    config._attn_implementation = name
+
+
+def _configs(model: nn.Module) -> list[PreTrainedConfig]:
+    """Every config object in the model: most modules share the model's, some have a copy of their own."""
+    found = (getattr(module, "config", None) for module in model.modules())
+    return list({id(config): config for config in found if isinstance(config, PreTrainedConfig)}.values())

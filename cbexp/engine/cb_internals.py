@@ -1,6 +1,6 @@
 """The only importer of transformers' continuous-batching internals: builds a processor that is stepped by its caller.
 
-What it returns is upstream's own; `paged_engine` alone uses it.
+What it returns is upstream's own; `paged_engine` and `decode_requests` alone use it.
 """
 
 from __future__ import annotations
@@ -32,17 +32,27 @@ from transformers.generation.continuous_batching.initialization import (
 )
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 from transformers.generation.continuous_batching.model_runner import infer_max_single_request_tokens
-from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
+from transformers.generation.continuous_batching.requests import (
+    FutureRequestState,
+    RequestState,
+    RequestStatus,
+)
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.utils.generic import is_flash_attention_requested
 
+from cbexp.engine.page_layout import PagePool
+from cbexp.engine.scheduler import AdmissionControl
 from cbexp.engine.types import CacheMemoryError, UnsupportedModelError
 
 __all__ = [
     "ContinuousBatchingIOs",
     "EngineSettings",
     "FutureRequestState",
+    "PagedAttentionCache",
+    "RequestState",
+    "RequestStatus",
+    "build_page_pools",
     "build_processor",
     "build_request_state",
     "child_id",
@@ -64,7 +74,7 @@ FLASH_2_PAGE_TOKENS = 256
 class EngineSettings:
     """What a processor is built from. A block is a page of `page_size` tokens for every layer.
 
-    `max_requests_per_batch` is at most `max_batch_tokens`.
+    `max_requests_per_batch` is at most `max_batch_tokens`. `attn_implementation` by the name that transformers knows.
     """
 
     page_size: int
@@ -73,6 +83,7 @@ class EngineSettings:
     max_requests_per_batch: int
     allow_block_sharing: bool
     scheduler: Literal["fifo", "prefill_first"]
+    attn_implementation: str
 
 
 class _Processor(ContinuousBatchProcessor):
@@ -82,6 +93,12 @@ class _Processor(ContinuousBatchProcessor):
         """Nothing: `PagedEngine.close` gives the memory back."""
 
 
+_CONTROLLED_SCHEDULERS = {
+    name: type(f"Controlled{upstream.__name__}", (AdmissionControl, upstream), {})
+    for name, upstream in SCHEDULER_MAPPING.items()
+}
+
+
 class _SeedlessDistributedHelper(DistributedHelper):
     """Upstream's helper without its reseeding of the caller's global generators: greedy decoding draws nothing."""
 
@@ -89,9 +106,13 @@ class _SeedlessDistributedHelper(DistributedHelper):
         """Leave every generator alone."""
 
 
-def require_paged_attention(config: PreTrainedConfig) -> None:
-    """Raise `UnsupportedModelError` unless the model's layers and attention implementation work on a paged cache."""
+def require_paged_layers(config: PreTrainedConfig) -> None:
+    """Raise `UnsupportedModelError` unless the model's layers are of types that a paged cache serves."""
     _group_layers(config)
+
+
+def require_paged_attention(config: PreTrainedConfig) -> None:
+    """Raise `UnsupportedModelError` unless the model's own attention implementation works on a paged cache."""
     attention = config._attn_implementation
     if attention not in ("eager", "sdpa") and not is_flash_attention_requested(config):
         raise UnsupportedModelError(
@@ -114,7 +135,7 @@ def build_processor(model: PreTrainedModel, settings: EngineSettings) -> Continu
 
     Nothing of the model is changed. Raises `CacheMemoryError` when cache and buffers do not fit in the free memory.
     """
-    config = _config_for_upstream(model.config)
+    config = _config_for_upstream(model.config, settings.attn_implementation)
     helper = _SeedlessDistributedHelper(device_mesh=None, cpu_group_timeout=None)
     with _on_device(model.device):
         cb_config = _resolve_config(config, settings, model.device)
@@ -133,7 +154,7 @@ def build_processor(model: PreTrainedModel, settings: EngineSettings) -> Continu
             background_thread_status=BackgroundThreadStatus(),
             model_device=model.device,
             model_dtype=model.dtype,
-            scheduler=cast(Any, SCHEDULER_MAPPING[settings.scheduler])(
+            scheduler=cast(Any, _CONTROLLED_SCHEDULERS[settings.scheduler])(
                 cache, safety_margin=0.0, max_requests_per_batch=settings.max_requests_per_batch
             ),
             distributed_helper=helper,
@@ -148,6 +169,30 @@ def max_request_tokens(cache: PagedAttentionCache) -> int | None:
     longest = infer_max_single_request_tokens(cache)
     window: int | None = cache.read_cache_limit
     return None if window is not None and longest >= window else longest
+
+
+def build_page_pools(cache: PagedAttentionCache, max_positions: int | None) -> dict[str, PagePool]:
+    """Attention type -> where its keys and values live; tables as wide as the longest request that can be stored."""
+    longest = infer_max_single_request_tokens(cache)
+    if max_positions is not None:
+        longest = min(longest, max_positions)
+    return {name: _page_pool(allocator, longest) for name, allocator in cache.cache_allocators.items()}
+
+
+def _page_pool(allocator: Any, longest: int) -> PagePool:
+    page_size = allocator.tokens_per_page
+    pages_per_block = allocator.block_physical_stride // page_size
+    window = allocator.sliding_window if allocator.layer_type == SLIDING_ATTENTION else 0
+    num_stored = min(longest, window) if window else longest
+    return PagePool(
+        layer_indices=tuple(allocator.layer_indices),
+        pages=allocator.cache_tensor.view(-1, page_size, allocator.num_key_value_heads, allocator.head_dim),
+        pages_per_block=pages_per_block,
+        # The second sector: upstream's write trash. The first is its read trash, which stays zero.
+        trash_page=allocator.blocks_per_sector * pages_per_block,
+        table_width=math.ceil(num_stored / page_size),
+        window=window,
+    )
 
 
 def build_request_state(
@@ -220,15 +265,14 @@ def _on_device(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _config_for_upstream(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A copy in which "eager" reads "paged|eager", the name for which upstream builds masks.
+def _config_for_upstream(config: PreTrainedConfig, attn_implementation: str) -> PreTrainedConfig:
+    """A copy with the attention that will run, where "eager" reads "paged|eager": for that name upstream builds masks.
 
     The model itself stays "eager" and runs its own attention function on those masks; upstream's paged one drops the
     soft cap. The copy has no `compile_config` either, which upstream would take up by itself.
     """
     config = copy.deepcopy(config)
-    if config._attn_implementation == "eager":
-        config._attn_implementation = "paged|eager"
+    config._attn_implementation = "paged|eager" if attn_implementation == "eager" else attn_implementation
     config.compile_config = None
     return config
 

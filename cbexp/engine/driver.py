@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import transformers
 from transformers import GenerationConfig
 
-from cbexp.engine.borrow import borrowed_for_inference
 from cbexp.engine.compatibility import check_transformers_version
 from cbexp.engine.interrupts import deferring_interrupts
 from cbexp.engine.model_support import require_supported_model
@@ -21,7 +20,7 @@ from cbexp.engine.settings import check_config, resolve_decoding
 from cbexp.engine.types import CBSyncConfig, Completion, EngineError, StepInfo
 
 if TYPE_CHECKING:
-    from cbexp.engine.paged_engine import EngineStep
+    from cbexp.engine.engine_step import EngineStep
 
 
 class SyncCBDriver:
@@ -52,7 +51,7 @@ class SyncCBDriver:
         self._model = require_supported_model(model)
         defaults = self._model.generation_config if generation_config is None else generation_config
         self._decoding = resolve_decoding(self._config, defaults, self._model.config.vocab_size)
-        self._slot = EngineSlot(self._model, self._config)
+        self._slot = EngineSlot(self._model, self._config, self._decoding.eos_token_ids)
 
         self._pending: list[PromptGroup] = []
         self._num_requests = 0
@@ -68,7 +67,7 @@ class SyncCBDriver:
         return {
             "transformers": transformers.__version__,
             "model_class": type(self._model).__name__,
-            "attn_implementation": self._model.config._attn_implementation,
+            "attn_implementation": self._config.attn_implementation,
             "dtype": str(self._model.dtype).removeprefix("torch."),
             "device": str(self._model.device),
             "do_sample": False,
@@ -80,7 +79,7 @@ class SyncCBDriver:
 
     @property
     def steps(self) -> list[StepInfo]:
-        """Records of the last (or running) drive; every step counts one, whether it prefills, decodes or does both."""
+        """Records of the last (or running) drive; a burst of decode steps is one record."""
         return self._steps
 
     @property
@@ -89,8 +88,9 @@ class SyncCBDriver:
         return self._partial_completions
 
     def warmup(self) -> None:
-        """Nothing to compile or capture yet; the cache is allocated when `num_blocks` is known."""
+        """Compile and capture for every batch size; without `num_blocks` the first drives do so as they go."""
         self._check_usable("warmup")
+        self._slot.warmup()
 
     def add_requests(
         self,
@@ -188,7 +188,7 @@ class SyncCBDriver:
     def _driving(self) -> Iterator[None]:
         self._is_driving = True
         try:
-            with borrowed_for_inference(self._model, self._model.device):
+            with self._slot.borrowed():
                 yield
         finally:
             self._is_driving = False
@@ -223,11 +223,11 @@ class SyncCBDriver:
 def _step_info(step: EngineStep, start_s: float, end_s: float) -> StepInfo:
     return StepInfo(
         kind=step.kind,
-        num_steps=1,
+        num_steps=step.num_steps,
         num_requests=len(step.request_ids),
         num_tokens=step.num_tokens,
-        num_padding=0,
-        bucket=None,
+        num_padding=step.num_padding,
+        bucket=step.bucket,
         start_s=start_s,
         end_s=end_s,
         num_waiting=step.num_waiting,

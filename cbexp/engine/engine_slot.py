@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from cbexp.engine.attention import ATTENTION_NAME
+from cbexp.engine.batch_shapes import build_batch_shapes
 from cbexp.engine.borrow import borrowed_for_inference
-from cbexp.engine.cb_internals import EngineSettings, require_paged_attention, sector_slack_blocks
+from cbexp.engine.cb_internals import (
+    EngineSettings,
+    require_paged_attention,
+    require_paged_layers,
+    sector_slack_blocks,
+)
+from cbexp.engine.decoder import DecodeSettings
 from cbexp.engine.paged_engine import PagedEngine
 from cbexp.engine.probe import probe_paged_forward
 from cbexp.engine.request_book import PromptGroup
-from cbexp.engine.sizing import choose_safety_margin, count_blocks_needed
-from cbexp.engine.types import CBSyncConfig
+from cbexp.engine.settings import check_device, compile_mode_name
+from cbexp.engine.sizing import choose_safety_margin, count_blocks_needed, resolve_max_requests
+from cbexp.engine.types import CBSyncConfig, EngineError
 
 
 class EngineSlot:
@@ -23,13 +33,15 @@ class EngineSlot:
     serve, and `CacheMemoryError` for a cache that does not fit.
     """
 
-    def __init__(self, model: PreTrainedModel, config: CBSyncConfig) -> None:
-        require_paged_attention(model.config)
+    def __init__(self, model: PreTrainedModel, config: CBSyncConfig, eos_token_ids: tuple[int, ...]) -> None:
         self._model = model
         self._config = config
+        self._eos_token_ids = eos_token_ids
+        self._attention = resolve_attention(model.config, config)
+        check_device(config, model.device.type)
         self._slack_blocks = sector_slack_blocks(model.config)
-        with borrowed_for_inference(model, model.device):
-            probe_paged_forward(model, config, num_blocks=1 + self._slack_blocks)
+        with self.borrowed():
+            probe_paged_forward(model, config, self._attention, num_blocks=1 + self._slack_blocks)
         self._engine = None if config.num_blocks is None else self._build(config.num_blocks)
 
     @property
@@ -43,6 +55,16 @@ class EngineSlot:
     def resolved(self) -> dict[str, Any]:
         """The engine's settings as they run; empty before it is built."""
         return {} if self._engine is None else self._engine.resolved
+
+    def borrowed(self) -> AbstractContextManager[None]:
+        """Lends the model to the engine for the body; see `borrowed_for_inference`."""
+        return borrowed_for_inference(self._model, self._attention)
+
+    def warmup(self) -> None:
+        """Compile and capture, where the engine's size is known; otherwise its first drive does as it goes."""
+        if self._engine is not None:
+            with self.borrowed():
+                self._engine.prepare()
 
     def prepare(self, groups: Sequence[PromptGroup]) -> PagedEngine:
         """The engine for a round: large enough when its size is open, its safety margin set by how crowded it is."""
@@ -71,15 +93,49 @@ class EngineSlot:
 
     def _build(self, num_blocks: int) -> PagedEngine:
         config = self._config
-        # A request that decodes has a page of its own, so no more of them than blocks are ever active.
-        max_requests = num_blocks if config.max_requests_per_batch is None else config.max_requests_per_batch
+        max_requests = resolve_max_requests(
+            config.max_requests_per_batch, config.buckets, num_blocks, config.max_batch_tokens
+        )
         settings = EngineSettings(
             page_size=config.page_size,
             num_blocks=num_blocks,
             max_batch_tokens=config.max_batch_tokens,
-            max_requests_per_batch=min(max_requests, config.max_batch_tokens),
+            max_requests_per_batch=max_requests,
             allow_block_sharing=config.allow_block_sharing,
             scheduler=config.scheduler,
+            attn_implementation=self._attention,
         )
-        with borrowed_for_inference(self._model, self._model.device):
-            return PagedEngine(self._model, settings)
+        with self.borrowed():
+            return PagedEngine(self._model, settings, self._decode_settings(max_requests))
+
+    def _decode_settings(self, max_requests: int) -> DecodeSettings | None:
+        config = self._config
+        if not config.has_engine_attention:
+            return None
+        return DecodeSettings(
+            shapes=build_batch_shapes(config.batch_shape, config.buckets, max_requests),
+            max_burst=config.max_burst,
+            eos_token_ids=self._eos_token_ids,
+            mode=compile_mode_name(config),
+            region=config.compile_region,
+            fusion=config.fusion,
+        )
+
+
+def resolve_attention(model_config: PreTrainedConfig, config: CBSyncConfig) -> str:
+    """The attention that runs, by the name that transformers knows.
+
+    Raises `UnsupportedModelError` for layers or an implementation that a paged cache does not serve, `EngineError` for
+    an implementation other than the model's own.
+    """
+    require_paged_layers(model_config)
+    if config.has_engine_attention:
+        return ATTENTION_NAME
+    own = model_config._attn_implementation
+    if config.attn_implementation != own:
+        raise EngineError(
+            f"attn_implementation={config.attn_implementation!r} is neither the engine's own ('cbexp') nor what the "
+            f"model was loaded with ({own!r}): load the model with it."
+        )
+    require_paged_attention(model_config)
+    return str(own)

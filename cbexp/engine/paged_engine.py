@@ -1,19 +1,24 @@
-"""Runs transformers' processor step by step: requests in, tokens out, and a cache that is empty between drives."""
+"""Serves requests on one paged cache: prompts through transformers' processor, decode steps in bursts.
+
+Requests in, tokens out, and a cache that is empty between drives.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from itertools import islice
 from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
 
+from cbexp.engine.burst_length import choose_burst_length
 from cbexp.engine.cb_internals import (
     ContinuousBatchingIOs,
     EngineSettings,
     FutureRequestState,
+    RequestState,
     build_processor,
     build_request_state,
     child_id,
@@ -21,51 +26,47 @@ from cbexp.engine.cb_internals import (
     generated_ids,
     max_request_tokens,
 )
+from cbexp.engine.decode_requests import (
+    account_for_tokens,
+    build_rows,
+    remaining_tokens,
+    reserve_room,
+    start_decoding_last_tokens,
+)
+from cbexp.engine.decoder import DecodeSettings, build_burst_runner
+from cbexp.engine.engine_step import EngineOutput, EngineStep
 from cbexp.engine.request_book import PromptGroup
+from cbexp.engine.scheduler import Admission
 from cbexp.engine.types import StepKind
-
-
-@dataclass(frozen=True)
-class EngineOutput:
-    """A request that has ended; `error` says why it failed, None when it did not."""
-
-    request_id: str
-    completion_ids: tuple[int, ...]
-    error: str | None
-
-
-@dataclass(frozen=True)
-class EngineStep:
-    """One batch that has run: who was in it, who got a token, who ended; cache use while it ran, in [0, 1]."""
-
-    kind: StepKind
-    num_tokens: int
-    request_ids: tuple[str, ...]
-    token_request_ids: tuple[str, ...]
-    outputs: tuple[EngineOutput, ...]
-    num_waiting: int
-    cache_used_fraction: float
 
 
 class PagedEngine:
     """One processor with its cache, reused over drives; every request lives and dies inside one drive.
 
-    Fixed at construction: `num_blocks`, `max_request_tokens` (what an empty cache holds of one request; None: no
-    limit) and `resolved` (settings as they run, plain JSON values).
+    With `decode`, and the engine's own attention in `settings`, decode steps run in bursts; without it every step is
+    one of transformers' own. Fixed at construction: `num_blocks`, `max_request_tokens` (what an empty cache holds of
+    one request; None: no limit) and `resolved` (settings as they run, plain JSON values).
     """
 
-    def __init__(self, model: PreTrainedModel, settings: EngineSettings) -> None:
+    def __init__(
+        self, model: PreTrainedModel, settings: EngineSettings, decode: DecodeSettings | None
+    ) -> None:
         self._device = model.device
         self._processor = build_processor(model, settings)
         self._cache = self._processor.cache
-        self._scheduler = self._processor.scheduler
+        self._scheduler: Any = self._processor.scheduler  # with AdmissionControl
         # One set of buffers, since the processor is built without async batching.
         self._inputs = cast(ContinuousBatchingIOs, self._processor.inputs_and_outputs)
         self._outputs = self._processor.output_router.output_queue
         self._caller_ids: dict[str, str] = {}
+        self._last_burst: list[RequestState] = []
+        self._decode = decode
+        self._reset_slots()
+        with self._on_compute_stream():
+            self._bursts = None if decode is None else build_burst_runner(model, self._cache, decode)
         self.num_blocks = int(self._cache.num_blocks)
         self.max_request_tokens = max_request_tokens(self._cache)
-        self.resolved: dict[str, Any] = describe_processor(self._processor)
+        self.resolved = describe_processor(self._processor) | ({} if decode is None else decode.describe())
 
     @property
     def cache_used_fraction(self) -> float:
@@ -98,6 +99,8 @@ class PagedEngine:
     def submit(self, group: PromptGroup) -> None:
         """Queue a prompt; its generations beyond the first are forked from it once its prompt is in the cache."""
         parent_id, *child_ids = group.request_ids
+        # A prompt takes the slots of all its generations at once.
+        self._scheduler.num_slots = max(self._scheduler.num_slots, len(group.request_ids))
         self._caller_ids[parent_id] = parent_id
         self._caller_ids.update((child_id(parent_id, i), caller_id) for i, caller_id in enumerate(child_ids))
         self._scheduler.add_waiting_request(
@@ -106,33 +109,27 @@ class PagedEngine:
             )
         )
 
+    def prepare(self) -> None:
+        """Compile and capture for every batch size that bursts can have."""
+        if self._bursts is not None:
+            with self._on_compute_stream():
+                self._bursts.prepare()
+
     def step(self, model: PreTrainedModel) -> EngineStep | None:
-        """Schedule, run and account for one batch; None when the scheduler has nothing to run. Waits for the device."""
+        """Run and account for one batch or burst; None when there is nothing to run. Waits for the device.
+
+        Prompts go first; then what decodes runs in a burst; a cache that is too full for one step of all its rows takes
+        an ordinary step of transformers', which evicts.
+        """
         with self._on_compute_stream():
-            if not self._processor.prepare_next_batch():
-                return None
-            batch: list[FutureRequestState] = list(self._inputs.requests_in_batch)
-            kind, used_fraction = _step_kind(batch), self.cache_used_fraction
-            self._run_forward(model)
-            self._processor.update_batch()
-        return EngineStep(
-            kind=kind,
-            num_tokens=self._inputs.num_q_tokens,
-            request_ids=self._to_caller_ids(batch),
-            token_request_ids=self._to_caller_ids(future for future in batch if future.has_new_token),
-            outputs=tuple(
-                EngineOutput(
-                    self._caller_ids[output.request_id], tuple(output.generated_tokens), output.error
-                )
-                for output in self._take_outputs()
-            ),
-            num_waiting=len(self._scheduler.waiting_requests),
-            cache_used_fraction=used_fraction,
-        )
+            if self._bursts is None:
+                return self._run_batch(model, "upstream")
+            start_decoding_last_tokens(self._scheduler)
+            return self._run_prefill(model) or self._run_burst() or self._run_batch(model, "closed")
 
     def partial_completions(self) -> dict[str, tuple[int, ...]]:
         """Request id -> tokens so far, of every request that is queued, running, or in the batch of the last step."""
-        in_batch = [future.state for future in self._inputs.requests_in_batch]
+        in_batch = [*(future.state for future in self._inputs.requests_in_batch), *self._last_burst]
         queued = [*self._scheduler.active_requests.values(), *self._scheduler.waiting_requests.values()]
         return {self._caller_ids[state.request_id]: generated_ids(state) for state in [*in_batch, *queued]}
 
@@ -145,8 +142,10 @@ class PagedEngine:
         self._take_outputs()
         self._caller_ids.clear()
         self._inputs.requests_in_batch = []
+        self._last_burst = []
         self._processor.offloading_manager.reset()
         self._scheduler.reset()
+        self._reset_slots()
         for allocator in self._cache.cache_allocators.values():
             allocator.block_table.clear()
             allocator.ledger.reset()
@@ -155,9 +154,88 @@ class PagedEngine:
     def close(self) -> None:
         """Give the cache's memory back to the device. The engine is unusable afterwards."""
         self._wait_for_device()
-        del self._processor, self._scheduler, self._cache, self._inputs
+        if self._bursts is not None:
+            self._bursts.close()
+        del self._processor, self._scheduler, self._cache, self._inputs, self._bursts
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _run_prefill(self, model: PreTrainedModel) -> EngineStep | None:
+        """A batch of prompts alone; None when none is there, or none has a slot and room."""
+        return self._run_batch(model, "prefill_only") if self._scheduler.has_prefill_candidates() else None
+
+    def _run_batch(self, model: PreTrainedModel, admission: Admission) -> EngineStep | None:
+        """One batch of transformers' own."""
+        self._scheduler.admission = admission
+        if not self._processor.prepare_next_batch():
+            return None
+        batch: list[FutureRequestState] = list(self._inputs.requests_in_batch)
+        kind, used_fraction = _step_kind(batch), self.cache_used_fraction
+        self._run_forward(model)
+        self._processor.update_batch()
+        return EngineStep(
+            kind=kind,
+            num_tokens=self._inputs.num_q_tokens,
+            request_ids=self._to_caller_ids(future.state for future in batch),
+            token_request_ids=self._to_caller_ids(f.state for f in batch if f.has_new_token),
+            outputs=self._take_outputs(),
+            num_waiting=len(self._scheduler.waiting_requests),
+            cache_used_fraction=used_fraction,
+        )
+
+    def _run_burst(self) -> EngineStep | None:
+        """Decode steps of the first requests that decode; None without any, or without room for one step of all."""
+        assert self._bursts is not None
+        assert self._decode is not None
+        decoding = self._scheduler.decoding_requests().values()
+        states = list(islice(decoding, self._decode.shapes.max_rows))
+        num_steps = reserve_room(self._cache, states, self._burst_length(states)) if states else 0
+        if num_steps == 0:
+            return None
+        used_fraction = self.cache_used_fraction
+        burst = self._bursts.submit(build_rows(self._cache, states), num_steps)
+        token_ids = self._bursts.collect(burst)
+        outputs = self._account_for_burst(states, token_ids)
+        num_tokens = sum(map(len, token_ids))
+        return EngineStep(
+            kind="decode",
+            num_tokens=num_tokens,
+            request_ids=self._to_caller_ids(states),
+            token_request_ids=self._to_caller_ids(states),
+            outputs=outputs,
+            num_waiting=len(self._scheduler.waiting_requests),
+            cache_used_fraction=used_fraction,
+            num_steps=num_steps,
+            num_padding=burst.bucket * num_steps - num_tokens,
+            bucket=burst.bucket,
+        )
+
+    def _burst_length(self, states: list[RequestState]) -> int:
+        assert self._decode is not None
+        is_queue_empty = not self._scheduler.waiting_requests and len(states) == len(
+            self._scheduler.active_requests
+        )
+        return choose_burst_length(
+            [remaining_tokens(state) for state in states],
+            self._decode.shapes,
+            max_burst=self._decode.max_burst,
+            has_eos=bool(self._decode.eos_token_ids),
+            is_queue_empty=is_queue_empty,
+        )
+
+    def _account_for_burst(
+        self, states: list[RequestState], token_ids: list[list[int]]
+    ) -> tuple[EngineOutput, ...]:
+        self._last_burst = states
+        finished = [
+            state
+            for state, ids in zip(states, token_ids, strict=True)
+            if account_for_tokens(self._cache, self._scheduler, state, ids)
+        ]
+        ended = [
+            EngineOutput(self._caller_ids[state.request_id], generated_ids(state), None) for state in finished
+        ]
+        return (*self._take_outputs(), *ended)
 
     def _run_forward(self, model: PreTrainedModel) -> None:
         """Run the prepared batch, of which some rows may have no token.
@@ -173,11 +251,20 @@ class PagedEngine:
             self._inputs.logits_indices[num_tokens:num_rows].zero_()
         self._processor._generation_step(model)
 
-    def _to_caller_ids(self, batch: Iterable[FutureRequestState]) -> tuple[str, ...]:
-        return tuple(self._caller_ids[future.state.request_id] for future in batch)
+    def _reset_slots(self) -> None:
+        if self._decode is not None:
+            self._scheduler.num_slots = self._decode.shapes.max_rows
 
-    def _take_outputs(self) -> list[Any]:
-        return [self._outputs.get_nowait() for _ in range(self._outputs.qsize())]
+    def _to_caller_ids(self, states: Iterable[RequestState]) -> tuple[str, ...]:
+        return tuple(self._caller_ids[state.request_id] for state in states)
+
+    def _take_outputs(self) -> tuple[EngineOutput, ...]:
+        """What transformers has delivered: requests that its own steps have ended or failed."""
+        taken = [self._outputs.get_nowait() for _ in range(self._outputs.qsize())]
+        return tuple(
+            EngineOutput(self._caller_ids[output.request_id], tuple(output.generated_tokens), output.error)
+            for output in taken
+        )
 
     @contextmanager
     def _on_compute_stream(self) -> Iterator[None]:

@@ -7,13 +7,26 @@ import time
 import torch
 from transformers import PreTrainedModel
 
+from cbexp.engine.batch_shapes import BatchShapes
 from cbexp.engine.cb_internals import EngineSettings
+from cbexp.engine.decoder import DecodeSettings
 from cbexp.engine.paged_engine import PagedEngine
 from cbexp.engine.request_book import PromptGroup
 from cbexp.engine.types import CBSyncConfig, UnsupportedModelError
 
+ONE_ROW = DecodeSettings(
+    shapes=BatchShapes("full", (1,)),
+    max_burst=1,
+    eos_token_ids=(),
+    mode="eager",
+    region="model",
+    fusion="none",
+)
 
-def probe_paged_forward(model: PreTrainedModel, config: CBSyncConfig, num_blocks: int) -> None:
+
+def probe_paged_forward(
+    model: PreTrainedModel, config: CBSyncConfig, attn_implementation: str, num_blocks: int
+) -> None:
     """Generate two tokens in a cache of `num_blocks` blocks, one request's worth; nothing of it stays.
 
     Raises `UnsupportedModelError` when the model's forward fails on a paged cache. Running out of memory is no such
@@ -26,8 +39,9 @@ def probe_paged_forward(model: PreTrainedModel, config: CBSyncConfig, num_blocks
         max_requests_per_batch=1,
         allow_block_sharing=False,
         scheduler="fifo",
+        attn_implementation=attn_implementation,
     )
-    engine = PagedEngine(model, settings)
+    engine = PagedEngine(model, settings, ONE_ROW if config.has_engine_attention else None)
     engine.submit(PromptGroup(("probe",), (0,), 2, (), time.perf_counter()))
     try:
         while engine.step(model) is not None:

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from transformers import GenerationConfig
 
-from cbexp.engine.types import CBSyncConfig, EngineError
+from cbexp.engine.types import (
+    BatchShape,
+    CBSyncConfig,
+    CompileMode,
+    CompileRegion,
+    EngineError,
+    Fusion,
+)
 
-SCHEDULERS = ("fifo", "prefill_first")
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "scheduler": ("fifo", "prefill_first"),
+    "compile_mode": (None, *get_args(CompileMode)),
+    "compile_region": get_args(CompileRegion),
+    "batch_shape": get_args(BatchShape),
+    "fusion": get_args(Fusion),
+}
 MIN_PAGE_SIZE = 4  # upstream's bound
+# Modes of torch.compile that capture CUDA graphs by themselves, each of a whole forward.
+GRAPH_TREE_MODES = ("reduce-overhead", "max-autotune")
 
 
 @dataclass(frozen=True)
@@ -24,24 +40,92 @@ class DecodingSettings:
 
 
 def check_config(config: CBSyncConfig) -> None:
-    """Raise `EngineError` for what this driver does not do yet, `ValueError` for a value that makes no sense."""
-    not_yet = {
-        "compile_mode": config.compile_mode,
-        "cuda_graph": config.cuda_graph,
-        "do_sample": config.do_sample,
-    }
-    for name, value in not_yet.items():
-        if value:
-            raise EngineError(
-                f"{name}={value!r} is not available yet: this driver decodes eagerly and greedily."
-            )
-    for name, minimum in (("page_size", MIN_PAGE_SIZE), ("max_batch_tokens", 1)):
+    """Raise `EngineError` for what this driver does not do, `ValueError` for a value that makes no sense."""
+    if config.do_sample:
+        raise EngineError("do_sample=True is not available yet: this driver decodes greedily.")
+    for name, minimum in (("page_size", MIN_PAGE_SIZE), ("max_batch_tokens", 1), ("max_burst", 1)):
         _check_at_least(name, getattr(config, name), minimum)
-    for name in ("num_blocks", "max_requests_per_batch", "max_new_tokens"):
+    for name in ("num_blocks", "max_requests_per_batch", "max_new_tokens", "recompile_limit"):
         if getattr(config, name) is not None:
             _check_at_least(name, getattr(config, name), 1)
-    if config.scheduler not in SCHEDULERS:
-        raise ValueError(f"scheduler={config.scheduler!r} is not a choice: {', '.join(SCHEDULERS)}.")
+    for name, choices in CHOICES.items():
+        if getattr(config, name) not in choices:
+            listed = ", ".join(map(str, choices))
+            raise ValueError(f"{name}={getattr(config, name)!r} is not a choice: {listed}.")
+    _check_compile(config)
+    if config.buckets is not None:
+        _check_buckets(config.buckets, config)
+    if not config.has_engine_attention:
+        _check_without_engine_attention(config)
+
+
+def check_device(config: CBSyncConfig, device_type: str) -> None:
+    """Raise `EngineError` when the settings need CUDA and the model is elsewhere."""
+    if device_type == "cuda":
+        return
+    on_cuda = {
+        "cuda_graph=True": config.cuda_graph,
+        f"compile_mode={config.compile_mode!r}": config.compile_mode in GRAPH_TREE_MODES,
+        "fusion='layers'": config.fusion == "layers",
+    }
+    for setting, is_set in on_cuda.items():
+        if is_set:
+            raise EngineError(
+                f"{setting} needs a CUDA device, and the model is on {device_type}: compile_mode None, 'default' and "
+                "'max-autotune-no-cudagraphs' run there, with fusion 'none' or 'projections'."
+            )
+
+
+def compile_mode_name(config: CBSyncConfig) -> str:
+    """The name under which mode and capture together are known: eager, cuda_graph, compiled_cuda_graph, ..."""
+    if config.compile_mode is None:
+        return "cuda_graph" if config.cuda_graph else "eager"
+    return "compiled_cuda_graph" if config.cuda_graph else config.compile_mode.replace("-", "_")
+
+
+def _check_compile(config: CBSyncConfig) -> None:
+    mode = config.compile_mode
+    if config.cuda_graph and mode not in (None, "default"):
+        raise EngineError(
+            f"cuda_graph=True does not go with compile_mode={mode!r}: capture the eager forward (None) or 'default'; "
+            f"{' and '.join(map(repr, GRAPH_TREE_MODES))} capture graphs by themselves."
+        )
+    if config.compile_region == "layer" and (mode is None or mode in GRAPH_TREE_MODES):
+        reason = "compiles nothing" if mode is None else "captures graphs of the whole model"
+        raise EngineError(
+            f"compile_region='layer' does not go with compile_mode={mode!r}, which {reason}: use 'default' or "
+            "'max-autotune-no-cudagraphs'."
+        )
+
+
+def _check_buckets(buckets: Sequence[int], config: CBSyncConfig) -> None:
+    is_ascending = all(a < b for a, b in itertools.pairwise(buckets))
+    if not buckets or buckets[0] < 1 or not is_ascending:
+        raise ValueError(f"buckets={tuple(buckets)} must be batch sizes of at least 1 in ascending order.")
+    if config.batch_shape == "natural":
+        raise EngineError("buckets are without effect when batch_shape='natural': leave them out.")
+    largest = config.max_requests_per_batch
+    if largest is not None and largest > buckets[-1]:
+        raise ValueError(
+            f"buckets end at {buckets[-1]}, and a batch may have max_requests_per_batch={largest} requests: add a "
+            "bucket that holds them."
+        )
+
+
+def _check_without_engine_attention(config: CBSyncConfig) -> None:
+    idle = {
+        f"compile_mode={config.compile_mode!r}": config.compile_mode is not None,
+        "cuda_graph=True": config.cuda_graph,
+        f"fusion={config.fusion!r}": config.fusion not in ("auto", "none"),
+        f"batch_shape={config.batch_shape!r}": config.batch_shape != "buckets",
+        f"buckets={config.buckets!r}": config.buckets is not None,
+    }
+    for setting, is_set in idle.items():
+        if is_set:
+            raise EngineError(
+                f"{setting} works on the engine's own decode steps: it needs attn_implementation='cbexp', "
+                f"not {config.attn_implementation!r}."
+            )
 
 
 def resolve_decoding(

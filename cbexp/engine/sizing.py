@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from cbexp.engine.request_book import PromptGroup
 
 # Free share below which no further prompt is admitted, so that running requests can grow. Upstream's figure for FIFO:
 # with uneven lengths and 0.6 of the blocks needed it halves the tokens read again, at 1 % more steps than 0.
 CROWDED_SAFETY_MARGIN = 0.15
+
+# Requests that decode at once when nobody says how many: a decode step of a larger batch hardly makes more tokens a
+# second, since attention reads as many keys for each of them, and every request more takes its share of the cache.
+DEFAULT_MAX_REQUESTS = 256
 
 
 def count_blocks_needed(groups: Iterable[PromptGroup], page_size: int, slack_blocks: int) -> int:
@@ -24,3 +28,11 @@ def count_blocks_needed(groups: Iterable[PromptGroup], page_size: int, slack_blo
 def choose_safety_margin(blocks_needed: int, num_blocks: int) -> float:
     """0 when the round fits, so that a cache of exactly its size admits all of it; else `CROWDED_SAFETY_MARGIN`."""
     return 0.0 if blocks_needed <= num_blocks else CROWDED_SAFETY_MARGIN
+
+
+def resolve_max_requests(
+    asked: int | None, buckets: Sequence[int] | None, num_blocks: int, max_batch_tokens: int
+) -> int:
+    """Most requests of one batch: each of them has a block of its own and, in an ordinary step, a token."""
+    largest = DEFAULT_MAX_REQUESTS if buckets is None else buckets[-1]
+    return min(largest if asked is None else asked, num_blocks, max_batch_tokens)

@@ -8,6 +8,12 @@ from typing import Any, Literal, Protocol, overload
 
 FinishReason = Literal["eos", "length", "failed"]
 StepKind = Literal["prefill", "mixed", "decode"]
+CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+CompileRegion = Literal["model", "layer"]
+BatchShape = Literal["natural", "buckets", "full"]
+Fusion = Literal["auto", "none", "projections", "layers"]
+# The engine's own attention, as a value of `CBSyncConfig.attn_implementation`.
+ENGINE_ATTENTION = "cbexp"
 
 
 class EngineError(RuntimeError):
@@ -66,9 +72,11 @@ class Completion(Sequence[int]):
 
 @dataclass(frozen=True)
 class StepInfo:
-    """One host-visible step: an ordinary step (`num_steps` = 1) or a burst of several decode steps.
+    """One host-visible step: an ordinary step (`num_steps` = 1) or a burst of `num_steps` decode steps.
 
-    `bucket` is the padded batch size (None: natural size); `num_padding` counts padded rows or tokens.
+    `num_tokens` counts the tokens that an ordinary step reads and those that a burst makes. `bucket` is the number of
+    rows that each step of a burst computes (None: an ordinary step); `num_padding` counts those of them, over all
+    steps, that belong to no request or to one that has ended.
     `start_s` and `end_s` are host times (perf_counter); `cache_used_fraction` is in [0, 1].
     """
 
@@ -98,9 +106,19 @@ class CBSyncConfig:
     """Settings of `SyncCBDriver`. None means "not set here": the generation config or the model decides.
 
     `max_new_tokens` is overridden by a request's own. `eos_token_id`: one id or several; an empty sequence ignores EOS.
-    `pad_token_id` is recorded only, since no batch is padded yet. `page_size` and `max_batch_tokens` are in tokens.
+    `pad_token_id` is recorded only: rows that pad a batch hold no token. `page_size`, `max_batch_tokens` are in tokens.
     `num_blocks` None sizes the cache for the largest round so far: one that needs more rebuilds it before it starts.
-    `max_requests_per_batch` None serves every active request in each step (within `max_batch_tokens`).
+    `max_requests_per_batch` None: as many as the largest bucket, else up to `sizing.DEFAULT_MAX_REQUESTS`.
+
+    `attn_implementation`: the engine's own attention, with decode steps in bursts; or, by its name, the implementation
+    that the model was loaded with, for which every step is one of transformers' own (no compile mode, graph or fusion).
+    `compile_mode` is torch.compile's, None runs eagerly; `compile_region`: what it compiles at once. `cuda_graph`
+    captures the eager or compiled decode forward. `recompile_limit` None: PyTorch's own.
+    `batch_shape`: a decode step computes the rows it has ("natural"), the next of `buckets` (None: 1, 2, 4, ... up to
+    the largest batch, which is included) or always the largest ("full"). `max_burst`: decode steps that may run without
+    the host. `fusion`: "projections" computes q/k/v and gate/up as one product each, "layers" runs decoder layers as
+    fused kernels. `self_check` compares the forward of each bucket with the eager one before it is used.
+
     `on_step(step_index, info)` is called on the host after each step; the index counts steps over the driver's life.
     """
 
@@ -108,8 +126,16 @@ class CBSyncConfig:
     eos_token_id: int | Sequence[int] | None = None
     pad_token_id: int | None = None
     do_sample: bool = False
-    compile_mode: str | None = None
+    attn_implementation: str = ENGINE_ATTENTION
+    compile_mode: CompileMode | None = None
+    compile_region: CompileRegion = "model"
     cuda_graph: bool = False
+    recompile_limit: int | None = None
+    batch_shape: BatchShape = "buckets"
+    buckets: Sequence[int] | None = None
+    max_burst: int = 128
+    fusion: Fusion = "auto"
+    self_check: bool = True
     page_size: int = 256
     num_blocks: int | None = None
     max_batch_tokens: int = 8192
@@ -117,6 +143,11 @@ class CBSyncConfig:
     allow_block_sharing: bool = False
     scheduler: Literal["fifo", "prefill_first"] = "fifo"
     on_step: OnStep | None = None
+
+    @property
+    def has_engine_attention(self) -> bool:
+        """Whether the engine's own attention runs, and with it bursts."""
+        return self.attn_implementation == ENGINE_ATTENTION
 
 
 class RolloutDriver(Protocol):

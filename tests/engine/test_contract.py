@@ -42,6 +42,7 @@ def make_processor(shared_model):
             "max_requests_per_batch": 8,
             "allow_block_sharing": False,
             "scheduler": "fifo",
+            "attn_implementation": shared_model(family).config._attn_implementation,
         }
         return build_processor(shared_model(family), EngineSettings(**(settings | changes)))
 
@@ -185,7 +186,11 @@ def test_the_block_table_holds_the_longest_request(attention, device, changes, w
     config = Qwen3Config(max_position_embeddings=4096)
     config._attn_implementation = attention
     settings = {"page_size": 256, "num_blocks": 100, "max_batch_tokens": 64, "max_requests_per_batch": 8}
-    settings |= {"allow_block_sharing": False, "scheduler": "fifo"} | changes
+    settings |= {
+        "allow_block_sharing": False,
+        "scheduler": "fifo",
+        "attn_implementation": attention,
+    } | changes
     assert _block_table_width(config, EngineSettings(**settings), torch.device(device)) == width
     windowed = Qwen3Config(layer_types=["sliding_attention"] * 32, sliding_window=64)
     windowed._attn_implementation = attention

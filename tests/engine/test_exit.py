@@ -18,7 +18,8 @@ def on_step(index, info):
     if index == 2:
         exec({at_step_2!r})
 
-driver = SyncCBDriver(Qwen3ForCausalLM(config), None, CBSyncConfig(max_new_tokens=5, num_blocks=8, on_step=on_step))
+settings = CBSyncConfig(max_new_tokens=5, num_blocks=8, max_burst=1, on_step=on_step)
+driver = SyncCBDriver(Qwen3ForCausalLM(config), None, settings)
 driver.add_requests([[1, 2, 3], [4]])
 driver.drive_until_empty()
 print("finished")

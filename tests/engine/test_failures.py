@@ -66,7 +66,7 @@ def check_partials(partial, request_ids, expected, num_tokens):
 
 @pytest.mark.parametrize("settings", [{}, {"num_blocks": 64}], ids=["growing", "fixed"])
 def test_an_error_in_on_step_leaves_the_driver_usable(make_driver, model, prompts, expected, settings):
-    driver = make_driver(model, on_step=raise_at(4), **settings)
+    driver = make_driver(model, on_step=raise_at(4), max_burst=1, **settings)
     request_ids = driver.add_requests(prompts)
     with pytest.raises(BoomError, match="stop here"):
         driver.drive_until_empty()
@@ -77,7 +77,7 @@ def test_an_error_in_on_step_leaves_the_driver_usable(make_driver, model, prompt
 
 
 def test_an_error_in_the_forward(make_driver, model, prompts, expected):
-    driver = make_driver(model, num_blocks=64)
+    driver = make_driver(model, num_blocks=64, max_burst=1)
     fail_forward_once(model, call=3)
     request_ids = driver.add_requests(prompts)
     with pytest.raises(BoomError, match="a layer failed"):
@@ -111,7 +111,7 @@ def test_an_error_in_the_host_work_of_a_step(make_driver, model, prompts, expect
 
 
 def test_finished_requests_survive_an_error(make_driver, model, prompts, expected):
-    driver = make_driver(model, on_step=raise_at(6))
+    driver = make_driver(model, on_step=raise_at(6), max_burst=1)
     limits = [2, 12, 4, 12, 12, 12, 12]
     driver.add_requests(prompts, max_new_tokens=limits)
     with pytest.raises(BoomError):
@@ -143,7 +143,7 @@ def test_evicted_requests_keep_their_tokens_in_an_error(make_driver, model, prom
 
 
 def test_ctrl_c_stops_within_half_a_second(make_driver, new_model, make_prompts, reference):
-    driver = make_driver(new_model("qwen3"), num_blocks=512, max_new_tokens=190)
+    driver = make_driver(new_model("qwen3"), num_blocks=512, max_new_tokens=190, max_burst=8)
     prompts = make_prompts((40,) * 16)
     request_ids = driver.add_requests(prompts, max_new_tokens=[5] + [190] * 15)
     pressed = []
@@ -196,7 +196,7 @@ def test_a_request_that_upstream_fails_is_returned_with_its_error(make_driver, m
             processor._handle_request_error(BoomError("out of luck"), state)
             processor.scheduler.finish_request("req_1")
 
-    driver = make_driver(model, on_step=fail_second)
+    driver = make_driver(model, on_step=fail_second, max_burst=1)
     driver.add_requests(prompts)
     completions = list(driver.drive_until_empty().values())
     assert completions[1].finish_reason == "failed"
@@ -228,7 +228,7 @@ def test_a_cache_that_cannot_be_built_fails_the_round_alone(
     ],
 )
 def test_a_drive_cannot_be_entered_twice(make_driver, model, prompts, expected, method, call):
-    driver = make_driver(model, on_step=lambda index, info: call(driver) if index == 2 else None)
+    driver = make_driver(model, max_burst=1, on_step=lambda index, info: call(driver) if index == 2 else None)
     driver.add_requests(prompts)
     with pytest.raises(EngineError, match=rf"{method}\(\) was called inside a drive"):
         driver.drive_until_empty()

@@ -53,9 +53,11 @@ def test_shared_blocks_take_less_of_the_cache(check, make_prompts):
 def test_a_prompt_is_read_once_for_all_its_generations(check, make_prompts):
     (length,) = (40,)
     steps = check("qwen3", make_prompts((length,)), 5).steps
-    # All but the last prompt token once, that one for each generation, then one token a step each.
-    assert [step.num_tokens for step in steps[:3]] == [length - 1, 5, 5]
-    assert [step.kind for step in steps[:3]] == ["prefill", "prefill", "decode"]
+    # All but the last prompt token once; that one is the first that each generation feeds.
+    assert [(step.kind, step.num_steps, step.num_tokens) for step in steps] == [
+        ("prefill", 1, length - 1),
+        ("decode", NUM_NEW, 5 * NUM_NEW),
+    ]
 
 
 @pytest.mark.parametrize("prompts", [[[5]], [[5], [6]], [[5], [7, 8, 9, 10]]], ids=["alone", "two", "mixed"])

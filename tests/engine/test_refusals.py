@@ -19,6 +19,7 @@ from transformers import (
 
 from cbexp.engine import (
     SUPPORTED_TRANSFORMERS,
+    CBSyncConfig,
     SyncCBDriver,
     UnsupportedModelError,
     UnsupportedTransformersError,
@@ -140,7 +141,8 @@ def test_attention_that_does_not_use_the_interface():
 def test_an_attention_implementation_that_reads_no_paged_cache(new_model, attention):
     model = new_model("qwen3")
     model.config._attn_implementation = attention
-    check_refused(model, f"attn_implementation='{attention}'.*sdpa, eager or a flash", name="qwen3")
+    with pytest.raises(UnsupportedModelError, match=f"qwen3 .*='{attention}'.*sdpa, eager or a flash"):
+        SyncCBDriver(model, config=CBSyncConfig(attn_implementation=attention))
 
 
 @pytest.mark.parametrize("config_class", [OPTConfig, GPTNeoXConfig])

@@ -79,11 +79,31 @@ def test_nothing_else_of_a_generation_config_leaks_in(new_model, make_driver, pr
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("compile_mode", "default"), ("cuda_graph", True), ("do_sample", True)]
+    ("settings", "said"),
+    [
+        ({"do_sample": True}, "do_sample=True is not available yet"),
+        ({"cuda_graph": True}, "cuda_graph=True needs a CUDA device, and the model is on cpu"),
+        ({"compile_mode": "reduce-overhead"}, "compile_mode='reduce-overhead' needs a CUDA device"),
+        ({"fusion": "layers"}, "fusion='layers' needs a CUDA device"),
+        (
+            {"compile_mode": "max-autotune", "cuda_graph": True},
+            "cuda_graph=True does not go with compile_mode='max-autotune'",
+        ),
+        ({"compile_region": "layer"}, "compile_region='layer' does not go with compile_mode=None"),
+        (
+            {"compile_region": "layer", "compile_mode": "reduce-overhead"},
+            "compile_region='layer' does not go with compile_mode='reduce-overhead'",
+        ),
+        ({"buckets": (2, 4), "batch_shape": "natural"}, "buckets are without effect"),
+        ({"attn_implementation": "eager"}, "neither the engine's own .* loaded with .'sdpa'"),
+        ({"attn_implementation": "sdpa", "compile_mode": "default"}, "compile_mode='default' works on"),
+        ({"attn_implementation": "sdpa", "cuda_graph": True}, "cuda_graph=True works on the engine's own"),
+        ({"attn_implementation": "sdpa", "batch_shape": "full"}, "batch_shape='full' works on"),
+    ],
 )
-def test_what_is_not_available_yet_is_refused_in_one_line(shared_model, make_driver, name, value):
-    with pytest.raises(EngineError, match=f"{name}={value!r} is not available yet") as error:
-        make_driver(shared_model("qwen3"), **{name: value})
+def test_what_does_not_work_is_refused_in_one_line(shared_model, make_driver, settings, said):
+    with pytest.raises(EngineError, match=said) as error:
+        make_driver(shared_model("qwen3"), **settings)
     assert "\n" not in str(error.value)
 
 
@@ -95,7 +115,16 @@ def test_what_is_not_available_yet_is_refused_in_one_line(shared_model, make_dri
         ("max_batch_tokens", 0),
         ("max_requests_per_batch", 0),
         ("max_new_tokens", 0),
+        ("max_burst", 0),
+        ("recompile_limit", 0),
         ("scheduler", "lifo"),
+        ("compile_mode", "fastest"),
+        ("compile_region", "block"),
+        ("batch_shape", "round"),
+        ("fusion", "all"),
+        ("buckets", ()),
+        ("buckets", (0, 4)),
+        ("buckets", (4, 4)),
         ("eos_token_id", 97),
         ("eos_token_id", [1, -1]),
         ("pad_token_id", -5),
@@ -115,7 +144,7 @@ def test_resolved_settings_are_plain_json_and_what_runs(shared_model, make_drive
     assert resolved | {"cache_bytes": 0, "transformers": ""} == {
         "transformers": "",
         "model_class": "LlamaForCausalLM",
-        "attn_implementation": "eager",
+        "attn_implementation": "cbexp",
         "dtype": "float32",
         "device": "cpu",
         "do_sample": False,
@@ -138,6 +167,12 @@ def test_resolved_settings_are_plain_json_and_what_runs(shared_model, make_drive
         "compile_mode": None,
         "cpu_offload_gib": 0.0,
         "max_memory_fraction": 0.9,
+        "decode_mode": "eager",
+        "compile_region": "model",
+        "fusion": "auto",
+        "batch_shape": "buckets",
+        "buckets": [1, 2, 4, 8, 16, 32, 40],
+        "max_burst": 128,
     }
     # Keys and values, two layers, two heads of 8 in fp32: 256 bytes a token; two trash sectors of one block each.
     assert resolved["cache_bytes"] == 256 * 8 * (40 + 2)

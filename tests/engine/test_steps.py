@@ -16,28 +16,27 @@ def test_each_step_is_recorded_and_reported(shared_model, make_driver, make_prom
     driver.add_requests(make_prompts((10, 20)), max_new_tokens=[3, 4])
     driver.drive_until_empty()
     assert [info for _, info in reported] == driver.steps
-    # Ten tokens of one and six of the other; the token of the first and the other 14 of the second; then tokens alone.
-    assert [(s.kind, s.num_requests, s.num_tokens, s.num_finished) for s in driver.steps] == [
-        ("prefill", 2, 16, 0),
-        ("mixed", 2, 15, 0),
-        ("decode", 2, 2, 1),
-        ("decode", 1, 1, 0),
-        ("decode", 1, 1, 1),
+    # Ten tokens of one and six of the other; its other 14; then what is left of each, in one burst.
+    assert [(s.kind, s.num_requests, s.num_steps, s.num_tokens, s.num_finished) for s in driver.steps] == [
+        ("prefill", 2, 1, 16, 0),
+        ("prefill", 1, 1, 14, 0),
+        ("decode", 2, 3, 2 + 3, 2),
     ]
-    assert all((s.num_steps, s.num_padding, s.bucket) == (1, 0, None) for s in driver.steps)
+    assert [(s.bucket, s.num_padding) for s in driver.steps] == [(None, 0), (None, 0), (2, 1)]
     assert all(s.start_s < s.end_s for s in driver.steps)
     assert driver.steps[0].cache_used_fraction == pytest.approx((2 + 1) / 64)
-    assert driver.steps[-1].cache_used_fraction == pytest.approx(3 / 64)
+    assert driver.steps[-1].cache_used_fraction == pytest.approx((2 + 3) / 64)
 
 
 def test_step_indices_count_over_the_drivers_life_and_steps_over_a_drive(shared_model, make_driver, prompts):
+    """A burst counts all of its steps."""
     indices = []
     driver = make_driver(shared_model("qwen3"), on_step=lambda index, info: indices.append(index))
     for _ in range(3):
         driver.add_requests(prompts, max_new_tokens=4)
         driver.drive_until_empty()
-        assert len(driver.steps) == 4
-    assert indices == list(range(12))
+        assert [step.num_steps for step in driver.steps] == [1, 3]
+    assert indices == [0, 1, 4, 5, 8, 9]
 
 
 def test_waiting_requests_are_counted(shared_model, make_driver, make_prompts):
