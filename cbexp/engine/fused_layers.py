@@ -72,7 +72,7 @@ def read_fused_model(model: PreTrainedModel, weights: FusedWeights, max_position
     by_block = {(id(p.group.block), len(p.sizes)): p for p in weights.projections()}
     norms = [layer.input_layernorm.weight.data for layer in layers[1:]] + [base.norm.weight.data]
     cos, sin = _rotary_tables(base, max_positions)
-    return FusedModel(
+    fused = FusedModel(
         embedding=base.embed_tokens.weight.data,
         first_norm=layers[0].input_layernorm.weight.data,
         layers=tuple(_read_layer(layer, by_block, norm) for layer, norm in zip(layers, norms, strict=True)),
@@ -85,6 +85,16 @@ def read_fused_model(model: PreTrainedModel, weights: FusedWeights, max_position
         head_dim=attention.head_dim,
         scaling=attention.scaling,
     )
+    _mark_addresses_static(fused)
+    return fused
+
+
+def _mark_addresses_static(fused: FusedModel) -> None:
+    """Tell the compiler what it knows of parameters: otherwise graph trees copy every weight at each replay."""
+    for holder in (fused, *fused.layers):
+        for value in vars(holder).values():
+            if isinstance(value, Tensor):
+                torch._dynamo.mark_static_address(value)
 
 
 def _read_layer(

@@ -1,0 +1,106 @@
+"""Chooses how much of a model runs fused, and keeps its forward in step with the caller's weights."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedModel
+
+from cbexp.engine.fused_forward import FusedForward
+from cbexp.engine.fused_layers import read_fused_model, why_not_fused
+from cbexp.engine.fused_projections import ProjectionFusion
+from cbexp.engine.model_forward import ModelForward
+from cbexp.engine.page_layout import LayerPages
+from cbexp.engine.types import EngineError, Fusion
+
+ResolvedFusion = Literal["none", "projections", "layers"]
+
+
+def resolve_fusion(model: PreTrainedModel, fusion: Fusion) -> ResolvedFusion:
+    """What `fusion` comes to for `model`.
+
+    `auto` fuses whole layers in half precision on CUDA where the model allows it, else projections there; nothing on
+    other devices, and nothing in float32, where the order of a sum can change a token.
+
+    Raises:
+        EngineError: whole layers were asked for, and the model cannot run so.
+    """
+    if fusion == "layers":
+        reason = why_not_fused(model)
+        if reason is not None:
+            raise EngineError(f"fusion='layers' is impossible: {reason}. Use fusion='auto' or 'projections'.")
+        return "layers"
+    if fusion != "auto":
+        return fusion
+    if model.device.type != "cuda" or model.dtype == torch.float32:
+        return "none"
+    return "layers" if why_not_fused(model) is None else "projections"
+
+
+class DecodeModel:
+    """The forward of `model` over `pages` (by layer index), between `begin` and `end` of each drive.
+
+    `max_positions` bounds the positions that decode steps reach.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, pages: tuple[LayerPages, ...], fusion: Fusion, max_positions: int
+    ) -> None:
+        self.fusion = resolve_fusion(model, fusion)
+        self._asked = fusion
+        self._model = model
+        self._pages = pages
+        self._max_positions = max_positions
+        self._projections = ProjectionFusion(model)
+        self._addresses: tuple[Any, ...] | None = None
+        self.forward: ModelForward | FusedForward = ModelForward(model, pages)
+
+    def begin(self) -> bool:
+        """Prepare a drive; whether `forward` is void for what was captured or compiled from it before.
+
+        That is so at first, and when parameters were re-assigned, moved or wrapped (an adapter) since the last drive;
+        weights that were written in place keep everything valid.
+        """
+        self.fusion = resolve_fusion(self._model, self._asked)
+        if self.fusion == "projections":
+            self._projections.install()
+        elif self.fusion == "layers":
+            self._projections.weights.refresh()
+        addresses = (self.fusion, *_addresses(self._model))
+        if addresses == self._addresses:
+            return False
+        self._addresses = addresses
+        self.forward = self._build_forward()
+        return True
+
+    def end(self) -> None:
+        """Give the modules back to the caller; weights stay where they are, as views of fused tensors."""
+        self._projections.remove()
+
+    def close(self) -> None:
+        """Give every parameter its own storage back."""
+        self._projections.close()
+
+    def describe(self) -> dict[str, Any]:
+        """What is fused, as plain JSON values; `fusion_reason` says why not whole layers."""
+        facts: dict[str, Any] = {"fusion": self.fusion}
+        if self.fusion != "none":
+            facts["fused_projections"] = self._projections.describe()
+        if self._asked == "auto" and self.fusion == "projections":
+            facts["fusion_reason"] = why_not_fused(self._model)
+        return facts
+
+    def _build_forward(self) -> ModelForward | FusedForward:
+        if self.fusion != "layers":
+            return ModelForward(self._model, self._pages)
+        fused = read_fused_model(self._model, self._projections.weights, self._max_positions)
+        return FusedForward(fused, self._pages, tuple(layer.self_attn for layer in self._model.model.layers))
+
+
+def _addresses(model: PreTrainedModel) -> tuple[Any, ...]:
+    """Where every parameter lies, and as what: what compiled and captured code has baked in."""
+    return tuple(
+        (name, parameter.data_ptr(), parameter.dtype, parameter.shape)
+        for name, parameter in model.named_parameters()
+    )
