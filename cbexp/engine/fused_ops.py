@@ -105,7 +105,7 @@ def attend_new_token(
     """`rotated_projection` of x [rows, hidden], then paged decode attention: [rows, num_heads * head_dim]."""
     num_rows, num_kv_heads = x.shape[0], pages.shape[2]
     if _fills_device(x, num_kv_heads):
-        from cbexp.engine.kernels import rotated_attention
+        from cbexp.engine.kernels import rotated_attention, tiles
 
         norms = None if q_norm is None or k_norm is None else (q_norm, k_norm)
         out = rotated_attention.rotated_paged_attention(
@@ -121,6 +121,7 @@ def attend_new_token(
             scaling=scaling,
             window=window,
             num_heads=num_heads,
+            **vars(tiles.choose_attention_tile(num_rows * num_kv_heads, pages)),
         )
         return out.view(num_rows, -1)
     qkv = rotated_projection(

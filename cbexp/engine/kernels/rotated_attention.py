@@ -173,9 +173,9 @@ def rotated_paged_attention(
     scaling: float,
     window: int,
     num_heads: int,
-    block_n: int = 128,
-    num_warps: int = 4,
-    num_stages: int = 2,
+    block_n: int,
+    num_warps: int,
+    num_stages: int,
 ) -> torch.Tensor:
     """Return attention [rows, num_heads, head_dim] of the new tokens whose projection is the sum of `parts`.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -59,3 +60,22 @@ def choose_head_tile(x: Tensor, weight: Tensor) -> LinearTile:
     """For the language-model head, of which each tile keeps its maximum alone."""
     _, shared = _device(x.device.index)
     return fit_tile(LinearTile(64, 128, 1, 4, 4), block_rows(x.shape[0]), 1, x.itemsize, shared)
+
+
+@dataclass(frozen=True)
+class AttentionTile:
+    """Cached tokens in one tile of the fused attention, and how it is run."""
+
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def choose_attention_tile(num_programs: int, pages: Tensor) -> AttentionTile:
+    """Few programs take long tiles to keep memory busy; many do it together, and more of short ones fit at a time."""
+    num_multiprocessors, shared = _device(pages.device.index)
+    block_n = 128 if num_programs <= 4 * num_multiprocessors else 64
+    token_bytes = 2 * pages.shape[3] * pages.element_size()
+    while block_n > 16 and block_n * token_bytes * 2 > shared * 0.8:
+        block_n //= 2
+    return AttentionTile(block_n, 4, 2)
