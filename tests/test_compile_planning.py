@@ -16,7 +16,7 @@ from cbexp.errors import ConfigError, NotApplicableError
 from cbexp.factory import build_plan, compile_environment, describe_compile_cache
 from cbexp.model.attention_choice import AttentionChoice
 from cbexp.planning import compile_choice
-from cbexp.planning.compile_cache import FOLDERS, uses_compile_cache
+from cbexp.planning.compile_cache import FOLDERS, list_overriding_variables, uses_compile_cache
 from cbexp.planning.compile_choice import ENGINE_MODES, choose_compile_mode, plan_decode
 from cbexp.planning.roofline import measure_roofline
 from tests.test_factory import experiment, load
@@ -190,6 +190,17 @@ def test_the_users_own_folder_goes_before_and_is_kept(tmp_path, monkeypatch):
     warnings = build_plan(compiled(mode="default", cache_dir="ours")).warnings
     assert warnings == ["compile.cache_dir=ours gives way to TORCHINDUCTOR_CACHE_DIR of the environment."]
     assert build_plan(compiled(mode="default")).warnings == []
+
+
+def test_a_folder_that_pytorch_itself_has_named_is_not_the_users(tmp_path, monkeypatch):
+    from torch._inductor.runtime.cache_dir_utils import cache_dir, triton_cache_dir
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", triton_cache_dir(0))
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == cache_dir()
+    assert list_overriding_variables() == []
+    with compile_environment(CompileConfig(cache_dir=str(tmp_path)), "default", "sync"):
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "inductor")
+        assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "triton")
 
 
 def test_without_a_folder_pytorch_chooses_and_its_choice_is_not_kept():

@@ -17,6 +17,7 @@ from cbexp.config import (
     SamplingConfig,
     TrackingConfig,
 )
+from cbexp.dataset.completion_limits import draw_limits
 from cbexp.experiment import run_experiment
 
 
@@ -92,6 +93,67 @@ def test_fixed_length_run_counts_equal_work(tmp_path):
     assert outcome.summary["is_fixed_length"] is True
     assert outcome.summary["n_decoded_tokens"] == 6 * 7
     assert outcome.summary["num_short"] == 0
+
+
+@pytest.mark.parametrize("driver", ["sync", "manager", "generate"])
+def test_every_prompt_has_its_own_limit(tmp_path, driver):
+    sampling = SamplingConfig(max_new_tokens=20, median_new_tokens=8, ignore_eos=True, new_tokens_seed=3407)
+    config = make_config(
+        sampling=sampling,
+        dataset=DatasetConfig(verifier="arithmetic", num_prompts=6, num_generations=2),
+        driver=DriverConfig(name=driver),
+    )
+    outcome = run_experiment(config, tmp_path / "run", [])
+    assert outcome.status == "completed", outcome.message
+    limits = [limit for limit in draw_limits(sampling, 6, 3407) for _ in range(2)]
+    assert len(set(limits)) > 3
+    requests = rows(outcome.run_dir, "requests.jsonl")[:12]
+    assert [r["num_tokens"] for r in requests] == [r["max_new_tokens"] for r in requests] == limits
+    summary = outcome.summary
+    assert (summary["has_limits_per_prompt"], summary["num_short"]) == (True, 0)
+    assert (summary["max_new_tokens"], summary["n_decoded_tokens"]) == (max(limits), sum(limits))
+
+
+def test_summary_tells_how_decoding_went(tmp_path):
+    outcome = run(tmp_path, compile=CompileConfig(batch_shape="buckets", buckets=[4, 8], max_burst=16))
+    summary, engine = outcome.summary, load(outcome.run_dir, "engine.json")
+    assert (summary["compile_mode"], summary["attn_impl"], summary["batch_shape"]) == (
+        "eager",
+        "cbexp",
+        "buckets",
+    )
+    assert summary["graphs"] == summary["replays"] == 0
+    assert summary["steps_per_burst"] <= 16
+    assert summary["tokens_per_burst"] > summary["steps_per_burst"]
+    assert summary["padding_share"] > 0
+    assert (summary["bandwidth_bytes_per_s"], summary["roofline_fraction"]) == (None, None)
+    assert engine["plan"]["buckets"] == [4, 8]
+    assert engine["driver"]["fusion"] == summary["fusion"]
+    assert engine["compile_cache"] is None
+
+
+@pytest.mark.parametrize("shape", ["natural", "full"])
+def test_batch_shapes_give_the_same_completions(tmp_path, shape):
+    shaped = run(tmp_path, compile=CompileConfig(batch_shape=shape), num_rounds=1)
+    plain = run_experiment(make_config(num_rounds=1), tmp_path / "plain", [])
+    digests = [rows(outcome.run_dir, "rounds.jsonl")[0]["completions_digest"] for outcome in (shaped, plain)]
+    assert digests[0] == digests[1]
+    assert (shaped.summary["padding_share"] == 0) == (shape == "natural")
+
+
+def test_compiled_job_keeps_its_code_where_it_was_told_to(tmp_path):
+    config = {"compile": CompileConfig(mode="default", cache_dir=str(tmp_path / "compiled"), buckets=[8])}
+    outcome = run(tmp_path, num_rounds=1, **config)
+    assert outcome.status == "completed", outcome.message
+    assert outcome.summary["accuracy"] == 1.0
+    assert outcome.summary["compile_s"] > 0
+    assert outcome.summary["graph_breaks"] == 0
+    size = sum(path.stat().st_size for path in (tmp_path / "compiled").rglob("*") if path.is_file())
+    assert 0 < outcome.summary["compile_cache_bytes"] <= size
+    assert (
+        "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+        or str(tmp_path) not in os.environ["TORCHINDUCTOR_CACHE_DIR"]
+    )
 
 
 def test_completions_can_be_limited(tmp_path):

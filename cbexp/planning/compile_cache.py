@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,8 +15,10 @@ from cbexp.config import CompileConfig
 from cbexp.errors import ConfigError
 from cbexp.planning.compile_choice import MODES_WITHOUT_COMPILER
 
-# Environment variable -> its part of compile.cache_dir. PyTorch sets both by itself when they are not there.
+# Environment variable -> its part of compile.cache_dir.
 FOLDERS = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+# The start of the folder in the temporary one that PyTorch names in these variables itself, on import even.
+PYTORCHS_OWN = "torchinductor_"
 
 
 def uses_compile_cache(mode: str, driver: str, device: torch.device) -> bool:
@@ -61,14 +64,18 @@ def describe_compile_cache() -> dict[str, Any]:
 
 def list_overriding_variables() -> list[str]:
     """Return the user's own environment variables that go before `compile.cache_dir`."""
-    return [name for name in FOLDERS if os.environ.get(name)]
+    return [name for name in FOLDERS if _is_users_own(os.environ.get(name))]
+
+
+def _is_users_own(folder: str | None) -> bool:
+    return bool(folder) and not str(folder).startswith(os.path.join(tempfile.gettempdir(), PYTORCHS_OWN))
 
 
 def _set_folders(cache_dir: str) -> None:
     folder = Path(cache_dir).expanduser().absolute()
     _require_writable(folder)
     for name, part in FOLDERS.items():
-        if not os.environ.get(name):
+        if not _is_users_own(os.environ.get(name)):
             os.environ[name] = str(folder / part)
 
 
