@@ -1,4 +1,4 @@
-"""Paged decode attention in plain torch: what runs without a GPU, and the oracle that the GPU kernel is tested against."""
+"""Paged decode attention in plain torch: what runs without a GPU, and the oracle of the GPU kernel's tests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def paged_decode_reference(
 
     Args:
         query: [rows, num_heads, head_dim]; head h reads key-value head h // (num_heads // num_kv_heads).
-        key, value: [rows, num_kv_heads, head_dim], of the new token.
+        key: [rows, num_kv_heads, head_dim], of the new token.
+        value: As `key`.
         pages: [num_pages, page_size, num_kv_heads, head_dim], changed in place.
         block_table: int32 [>= rows, table_width], the row's entries in order.
         positions: int32 [>= rows].

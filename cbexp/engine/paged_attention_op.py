@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -28,9 +30,13 @@ def paged_decode_attention(
 
     An operator of its own, since a compiler that sees it declares one mutation of `pages` instead of copying the cache.
     """
-    if not query.is_cuda:
+    attend: Callable[..., Tensor] = paged_decode_reference
+    if query.is_cuda:
+        from cbexp.engine.kernels import paged_attention  # late: needs Triton
+
+        attend = paged_attention.paged_decode_attention
+    else:
         block_table = _used_columns(block_table, positions[: len(query)], window, page_size=pages.shape[1])
-    attend = _cuda_kernel if query.is_cuda else paged_decode_reference
     return attend(
         query,
         key,
@@ -47,26 +53,8 @@ def paged_decode_attention(
 
 
 @paged_decode_attention.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pages: Tensor,
-    block_table: Tensor,
-    positions: Tensor,
-    page_offset: Tensor,
-    scaling: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def _(query: Tensor, *_inputs: Tensor | float | None) -> Tensor:
     return torch.empty(query.shape, dtype=query.dtype, device=query.device)
-
-
-def _cuda_kernel(*tensors: Tensor, **options: float | Tensor | None) -> Tensor:
-    from cbexp.engine.kernels.paged_attention import paged_decode_attention as launch  # Triton may be missing
-
-    return launch(*tensors, **options)
 
 
 def _used_columns(block_table: Tensor, positions: Tensor, window: int, *, page_size: int) -> Tensor:

@@ -1,0 +1,1 @@
+"""Triton kernels of the decode step: its modules need Triton, the package itself does not."""
