@@ -422,7 +422,7 @@ class ExperimentConfig:
             )
         if self.has_paged_cache:
             self._check_cache()
-        if self.driver.name == "sync" and self.compile.buckets is not None:
+        if self.driver.name == "sync" and self.compile.buckets and self.compile.batch_shape != "natural":
             self._check_largest_bucket(self.compile.buckets[-1])
 
     @property

@@ -133,6 +133,7 @@ def test_region_is_checked_against_what_auto_resolves_to():
 def test_buckets_bound_the_batch_and_idle_ones_are_named():
     assert build_plan(compiled(buckets=[1, 8])).max_requests_per_batch == 8
     assert build_plan(compiled(buckets=[1, 8], batch_shape="natural")).max_requests_per_batch == 20
+    assert build_plan(compiled("sdpa", buckets=[1, 8])).max_requests_per_batch == 20
     assert build_plan(compiled(buckets=[8, 16, 32])).warnings == []
     (warning,) = build_plan(compiled(buckets=[8, 32, 64, 128])).warnings
     assert warning == (

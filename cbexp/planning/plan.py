@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedConfig
 
-from cbexp.config import CompileConfig, ExperimentConfig
+from cbexp.config import ExperimentConfig
 from cbexp.dataset.completion_limits import load_completion_limits
 from cbexp.errors import ConfigError
 from cbexp.model.attention_choice import AttentionChoice, resolve_attention
@@ -25,12 +25,11 @@ from cbexp.model.memory import (
     kv_bytes_per_token,
     measure_weights,
 )
-from cbexp.planning.compile_cache import list_overriding_variables, uses_compile_cache
+from cbexp.planning.compile_cache import uses_compile_cache
 from cbexp.planning.compile_choice import DecodePlan, choose_compile_mode, plan_decode
-from cbexp.planning.idle_settings import idle_settings
+from cbexp.planning.plan_warnings import find_idle_buckets, find_idle_settings, find_slowness
 
 PAGE_SIZE = 256
-LARGE_FOR_A_CPU_BYTES = 2**30
 PAGE_SIZE_WITH_SHARING = 32
 # Beyond it, a step's logits and the scheduler's host work outweigh what a larger batch gains; upstream's own bound.
 MAX_REQUESTS_PER_BATCH = 1024
@@ -100,7 +99,7 @@ class RunPlan:
             "num_sliding_layers": self.layout.num_sliding_layers,
             "sliding_window": self.layout.sliding_window,
             "max_new_tokens": self.max_new_tokens,
-            "total_new_tokens": sum(self.limits),
+            "mean_max_new_tokens": fmean(self.limits),
             "max_requests_per_batch": self.max_requests_per_batch,
         }
         if self.decode is not None:
@@ -140,6 +139,8 @@ def resolve_plan(config: ExperimentConfig) -> RunPlan:
     driver = config.driver.name
     attention = resolve_attention(config.model.attn_implementation, driver, architecture, device, dtype)
     compile_mode = choose_compile_mode(config.compile.mode, driver, attention, device)
+    decode = plan_decode(config.compile, compile_mode, attention, device) if driver == "sync" else None
+    max_requests = _resolve_max_requests(config, decode)
     limits = tuple(load_completion_limits(config))
     _check_positions(config.dataset.min_length or 1, max(limits), architecture)
     block_sharing = _resolve_block_sharing(config, describe_cache_layout(architecture))
@@ -150,7 +151,7 @@ def resolve_plan(config: ExperimentConfig) -> RunPlan:
         dtype=dtype,
         attention=attention,
         compile_mode=compile_mode,
-        decode=plan_decode(config.compile, compile_mode, attention, device) if driver == "sync" else None,
+        decode=decode,
         architecture=architecture,
         weights=weights,
         limits=limits,
@@ -160,12 +161,12 @@ def resolve_plan(config: ExperimentConfig) -> RunPlan:
         block_sharing=block_sharing,
         scheduler="prefill_first" if config.cache.scheduler == "prefill_first" else "fifo",
         max_batch_tokens=config.cache.max_batch_tokens,
-        max_requests_per_batch=_resolve_max_requests(config),
+        max_requests_per_batch=max_requests,
         max_memory_fraction=config.cache.max_memory_fraction,
         warnings=[
-            *_find_idle_settings(config, compile_mode, device),
-            *_find_idle_buckets(config),
-            *_find_slowness(device, weights),
+            *find_idle_settings(config, compile_mode, device),
+            *find_idle_buckets(decode, max_requests),
+            *find_slowness(device, weights),
         ],
     )
 
@@ -211,56 +212,13 @@ def _resolve_block_sharing(config: ExperimentConfig, layout: CacheLayout) -> boo
     return can_share and (asked == "on" or config.dataset.num_generations > 1)
 
 
-def _resolve_max_requests(config: ExperimentConfig) -> int:
+def _resolve_max_requests(config: ExperimentConfig, decode: DecodePlan | None) -> int:
     if config.cache.max_requests_per_batch is not None:
         return config.cache.max_requests_per_batch
     num_requests = config.dataset.num_prompts * config.dataset.num_generations
     if not config.has_paged_cache:
         return num_requests
     bound = max(MAX_REQUESTS_PER_BATCH, config.dataset.num_generations)
-    bound = max(_list_buckets(config), default=bound)
+    if decode is not None and decode.buckets is not None:
+        bound = decode.buckets[-1]
     return min(num_requests, bound, config.cache.max_batch_tokens)
-
-
-def _find_slowness(device: torch.device, weights: WeightSize) -> list[str]:
-    if device.type != "cpu" or weights.num_bytes < LARGE_FOR_A_CPU_BYTES:
-        return []
-    return [
-        f"{weights.num_parameters:,} parameters on a CPU: a round takes minutes to hours. Try num_rounds=1 "
-        "num_warmup_rounds=0 with few prompts and new tokens, or model.device=cuda."
-    ]
-
-
-def _find_idle_settings(config: ExperimentConfig, compile_mode: str, device: torch.device) -> list[str]:
-    """Idle settings, given the compile mode as it will run: `auto` may turn out to compile nothing."""
-    resolved = dataclasses.replace(config, compile=dataclasses.replace(config.compile, mode=compile_mode))
-    uses_cache = uses_compile_cache(compile_mode, config.driver.name, device)
-    lines = idle_settings(resolved, has_kernels=uses_cache)
-    return [*lines, *_find_idle_cache_dir(config.compile)] if uses_cache else lines
-
-
-def _find_idle_cache_dir(config: CompileConfig) -> list[str]:
-    variables = list_overriding_variables()
-    if not variables or config.cache_dir in (None, CompileConfig().cache_dir):
-        return []
-    return [
-        f"compile.cache_dir={config.cache_dir} gives way to {' and '.join(variables)} of the environment."
-    ]
-
-
-def _find_idle_buckets(config: ExperimentConfig) -> list[str]:
-    """Buckets beyond the first that holds the largest batch are never used, and of a full batch only that one is."""
-    buckets, largest = _list_buckets(config), _resolve_max_requests(config)
-    first_holding = sum(bucket < largest for bucket in buckets)
-    first_used = first_holding if config.compile.batch_shape == "full" else 0
-    idle = [bucket for i, bucket in enumerate(buckets) if not first_used <= i <= first_holding]
-    if not idle:
-        return []
-    shape = f"compile.batch_shape={config.compile.batch_shape} and batches of at most {largest} requests"
-    return [f"compile.buckets: {', '.join(map(str, idle))} have no effect with {shape}."]
-
-
-def _list_buckets(config: ExperimentConfig) -> list[int]:
-    """The buckets that were given to a driver with a use for them."""
-    has_buckets = config.driver.name == "sync" and config.compile.batch_shape != "natural"
-    return (config.compile.buckets or []) if has_buckets else []

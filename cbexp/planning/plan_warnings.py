@@ -1,0 +1,55 @@
+"""What a plan warns of: settings that turn out to have no effect on this machine, and jobs that will take long."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from cbexp.config import CompileConfig, ExperimentConfig
+from cbexp.model.memory import WeightSize
+from cbexp.planning.compile_cache import list_overriding_variables, uses_compile_cache
+from cbexp.planning.compile_choice import DecodePlan
+from cbexp.planning.idle_settings import idle_settings
+
+LARGE_FOR_A_CPU_BYTES = 2**30
+
+
+def find_idle_settings(config: ExperimentConfig, compile_mode: str, device: torch.device) -> list[str]:
+    """Idle settings, given the compile mode as it will run: `auto` may turn out to compile nothing."""
+    resolved = dataclasses.replace(config, compile=dataclasses.replace(config.compile, mode=compile_mode))
+    uses_cache = uses_compile_cache(compile_mode, config.driver.name, device)
+    lines = idle_settings(resolved, has_kernels=uses_cache)
+    return [*lines, *_find_idle_cache_dir(config.compile)] if uses_cache else lines
+
+
+def find_idle_buckets(decode: DecodePlan | None, max_requests: int) -> list[str]:
+    """Buckets beyond the first that holds the largest batch are never used, and of a full batch only that one is."""
+    if decode is None or decode.buckets is None:
+        return []
+    first_holding = sum(bucket < max_requests for bucket in decode.buckets)
+    first_used = first_holding if decode.batch_shape == "full" else 0
+    idle = [bucket for i, bucket in enumerate(decode.buckets) if not first_used <= i <= first_holding]
+    if not idle:
+        return []
+    shape = f"compile.batch_shape={decode.batch_shape} and batches of at most {max_requests} requests"
+    return [f"compile.buckets: {', '.join(map(str, idle))} have no effect with {shape}."]
+
+
+def find_slowness(device: torch.device, weights: WeightSize) -> list[str]:
+    """A model on a CPU that is not small."""
+    if device.type != "cpu" or weights.num_bytes < LARGE_FOR_A_CPU_BYTES:
+        return []
+    return [
+        f"{weights.num_parameters:,} parameters on a CPU: a round takes minutes to hours. Try num_rounds=1 "
+        "num_warmup_rounds=0 with few prompts and new tokens, or model.device=cuda."
+    ]
+
+
+def _find_idle_cache_dir(config: CompileConfig) -> list[str]:
+    variables = list_overriding_variables()
+    if not variables or config.cache_dir in (None, CompileConfig().cache_dir):
+        return []
+    return [
+        f"compile.cache_dir={config.cache_dir} gives way to {' and '.join(variables)} of the environment."
+    ]
