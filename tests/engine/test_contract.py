@@ -20,6 +20,7 @@ from transformers.utils.generic import is_flash_attention_requested
 from cbexp.engine.cb_internals import (
     EngineSettings,
     _block_table_width,
+    build_page_pools,
     build_processor,
     build_request_state,
     child_id,
@@ -259,6 +260,32 @@ def test_leftovers_in_the_input_buffers_do_no_harm(make_processor, shared_model)
         buffer.fill_(3)
     inputs.attention_mask["full_attention"].fill_(1)
     assert tokens(soiled) == tokens(clean)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "mistral"])
+def test_pages_are_where_transformers_writes(make_processor, family):
+    """Each token's key and value by page, table entry and offset, against transformers' own views and indices."""
+    cache = make_processor(family).cache
+    assert cache.can_store_request_tokens(RequestState("r", []), 20)
+    cache.cache_tensor.copy_(torch.arange(cache.cache_tensor.numel()) % 251)
+    for name, pool in build_page_pools(cache, max_positions=30).items():
+        allocator = cache.cache_allocators[name]
+        assert (
+            pool.table_width == {0: 4, 12: 2, 16: 2}[pool.window]
+        )  # pages for 30 positions, or for the window
+        window = pool.window or 20
+        written = allocator.get_write_indices("r", 0, 20)[-window:]
+        entries = [block * pool.pages_per_block for block in allocator.block_table["r"]]
+        for rank, layer_index in enumerate(pool.layer_indices):
+            keys, values = allocator._kv_token_views[layer_index]
+            for position, index in zip(range(20 - window, 20), written, strict=False):
+                page, offset = divmod(position % window, 8)
+                assert torch.equal(pool.pages[entries[page] + 2 * rank, offset], keys[index])
+                assert torch.equal(pool.pages[entries[page] + 2 * rank + 1, offset], values[index])
+        trash = allocator.write_trash_index
+        assert torch.equal(
+            pool.pages[pool.trash_page, 0], allocator._kv_token_views[pool.layer_indices[0]][0][trash]
+        )
 
 
 # Steps and requests

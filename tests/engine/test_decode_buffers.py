@@ -7,6 +7,7 @@ import torch
 
 from cbexp.engine.decode_buffers import allocate_decode_buffers
 from cbexp.engine.page_layout import PagePool
+from cbexp.engine.row_upload import DecodeRow, RowUpload
 from cbexp.engine.sampling import advance
 
 
@@ -79,3 +80,25 @@ def test_without_eos_any_token_goes_on(pools):
     buffers.remaining.fill_(2)
     advance(buffers, torch.tensor([0]))
     assert buffers.positions.tolist() == [1]
+
+
+def test_an_upload_replaces_all_rows(buffers, pools):
+    """Tables hold first pages of blocks: four pages a block of the full pool, six of the sliding one."""
+    upload = RowUpload(buffers, pools)
+    rows = [
+        DecodeRow(5, 17, 3, {"full_attention": [4, 9, 6], "sliding_attention": [7]}),
+        DecodeRow(6, 0, 1, {"full_attention": [5], "sliding_attention": [8, 3]}),
+    ]
+    buffers.step.fill_(3)
+    upload.upload([*rows, *rows])
+    upload.upload(rows)
+    assert buffers.token_ids[:2].tolist() == [5, 6]
+    assert buffers.positions.tolist() == [17, 0, -1, -1, -1, -1]
+    assert buffers.remaining[:2].tolist() == [3, 1]
+    assert buffers.block_tables["full_attention"].tolist() == [
+        [16, 36, 24, 8, 8],
+        [20, 8, 8, 8, 8],
+        *[[8] * 5] * 4,
+    ]
+    assert buffers.block_tables["sliding_attention"].tolist() == [[42, 6], [48, 18], *[[6] * 2] * 4]
+    assert int(buffers.step) == 0

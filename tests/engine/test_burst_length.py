@@ -1,0 +1,72 @@
+"""How long bursts are, and how many rows they compute."""
+
+from __future__ import annotations
+
+import pytest
+
+from cbexp.engine.batch_shapes import build_batch_shapes
+from cbexp.engine.burst_length import ADMISSION_BURST, MIN_BURST, TAIL_BURST, choose_burst_length
+
+FIXED, NATURAL = {"has_eos": False}, {"has_eos": True}
+
+
+def length(remaining, *, has_eos, is_queue_empty, max_burst=1000, policy="buckets"):
+    shapes = build_batch_shapes(policy, None, 8)
+    return choose_burst_length(
+        remaining, shapes, max_burst=max_burst, has_eos=has_eos, is_queue_empty=is_queue_empty
+    )
+
+
+@pytest.mark.parametrize("has_eos", [False, True])
+@pytest.mark.parametrize("is_queue_empty", [False, True])
+def test_never_longer_than_the_longest_row_or_the_buffers(has_eos, is_queue_empty):
+    for remaining in ([1], [3, 500], [500] * 8):
+        steps = length(remaining, has_eos=has_eos, is_queue_empty=is_queue_empty, max_burst=20)
+        assert 1 <= steps <= min(20, max(remaining))
+
+
+def test_rows_of_one_length_run_through():
+    assert length([300] * 5, has_eos=False, is_queue_empty=True) == 300
+
+
+def test_the_tail_stops_where_a_smaller_bucket_will_do():
+    # Six rows compute eight; once two have ended four do.
+    assert length([40, 90, 50, 70, 80, 60], has_eos=False, is_queue_empty=True) == 50
+    # Five rows: one is enough. With the batch always full, nothing is.
+    assert length([40, 90, 50, 70, 80], has_eos=False, is_queue_empty=True) == 40
+    assert length([40, 90, 50, 70, 80], has_eos=False, is_queue_empty=True, policy="full") == 90
+    assert length([40, 90], has_eos=False, is_queue_empty=True, policy="natural") == 40
+
+
+def test_a_smaller_bucket_is_not_worth_a_tiny_burst():
+    assert length([1, 2, 3, 400, 400], has_eos=False, is_queue_empty=True) == MIN_BURST
+
+
+def test_rows_that_may_end_are_looked_after():
+    assert length([300] * 5, has_eos=True, is_queue_empty=True) == TAIL_BURST
+    assert length([300] * 5, has_eos=True, is_queue_empty=False) == ADMISSION_BURST
+
+
+def test_while_requests_wait_the_first_limit_frees_the_first_row():
+    assert length([200, 300], has_eos=False, is_queue_empty=False) == 200
+    assert length([2, 300], has_eos=False, is_queue_empty=False) == ADMISSION_BURST
+
+
+@pytest.mark.parametrize(
+    ("policy", "buckets", "max_requests", "sizes", "of_three"),
+    [
+        ("buckets", None, 5, (1, 2, 4, 5), 4),
+        ("buckets", None, 1, (1,), None),
+        ("buckets", None, 8, (1, 2, 4, 8), 4),
+        ("buckets", (3, 6, 12, 24), 7, (3, 6, 12), 3),
+        ("buckets", (3, 6), 100, (3, 6), 3),
+        ("full", None, 5, (5,), 5),
+        ("natural", None, 5, (1, 2, 3, 4, 5), 3),
+    ],
+)
+def test_sizes_of_batches(policy, buckets, max_requests, sizes, of_three):
+    shapes = build_batch_shapes(policy, buckets, max_requests)
+    assert shapes.sizes == sizes
+    assert shapes.max_rows == sizes[-1]
+    if of_three is not None:
+        assert shapes.size_for(3) == of_three
