@@ -53,7 +53,7 @@ class GenerateDriver(PeerDriver):
         rows = [_Row(i, g.prompt_ids, g.max_new_tokens) for g in groups for i in g.request_ids]
         batch_size = self._config.max_requests_per_batch or len(rows)
         with (
-            borrowed_for_inference(self._model, self._model.device),
+            borrowed_for_inference(self._model, self._model.config._attn_implementation),
             _without_own_generation_config(self._model),
         ):
             for start in range(0, len(rows), batch_size):

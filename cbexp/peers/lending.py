@@ -20,7 +20,7 @@ def borrowed(model: PreTrainedModel) -> Iterator[None]:
     """
     attention = model.config._attn_implementation
     with ExitStack() as stack:
-        stack.enter_context(borrowed_for_inference(model, model.device))
+        stack.enter_context(borrowed_for_inference(model, attention))
         if model.device.type == "cuda":
             stack.enter_context(torch.cuda.device(model.device))
         try:
