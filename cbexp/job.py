@@ -86,7 +86,10 @@ class Job:
         loaded = self._timed("load_model", lambda: load_model(config.model, config.adapter, config.seed))
         if prompts is None:
             prompts = self._load_prompts(None, loaded.special_token_ids)
-        self._roofline = self._timed("measure_bandwidth", lambda: measure_roofline(self._plan, loaded.model))
+        if loaded.device.type == "cuda":
+            self._roofline = self._timed(
+                "measure_bandwidth", lambda: measure_roofline(self._plan, loaded.model)
+            )
         driver = self._set_up_driver(loaded, prompts, tokenizer)
         for index in range(config.num_warmup_rounds + config.num_rounds):
             self._run_round(index, loaded, driver)

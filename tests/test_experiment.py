@@ -138,7 +138,8 @@ def test_batch_shapes_give_the_same_completions(tmp_path, shape):
     plain = run_experiment(make_config(num_rounds=1), tmp_path / "plain", [])
     digests = [rows(outcome.run_dir, "rounds.jsonl")[0]["completions_digest"] for outcome in (shaped, plain)]
     assert digests[0] == digests[1]
-    assert (shaped.summary["padding_share"] == 0) == (shape == "natural")
+    bursts = [step for step in rows(shaped.run_dir, "steps.jsonl") if step["kind"] == "decode"]
+    assert all(step["bucket"] == (6 if shape == "full" else step["num_requests"]) for step in bursts)
 
 
 def test_compiled_job_keeps_its_code_where_it_was_told_to(tmp_path):
@@ -190,20 +191,21 @@ def break_after_steps(monkeypatch, num_steps, error):
 
     def on_step(self, step_index, info):
         original(self, step_index, info)
-        if step_index == num_steps:
+        if step_index >= num_steps:
             raise error
 
     monkeypatch.setattr(Job, "_on_step", on_step)
 
 
 def test_interrupt_keeps_what_was_finished(tmp_path, monkeypatch):
-    # A whole round takes about 70 steps: the second one is broken off after some requests have ended.
-    outcome = run(tmp_path, num_rounds=1)
-    steps = rows(outcome.run_dir, "steps.jsonl")
+    # A whole round takes about 70 steps: the second one is broken off after the burst in which some requests ended.
+    short_bursts = {"compile": CompileConfig(max_burst=8)}
+    outcome = run(tmp_path, num_rounds=1, **short_bursts)
+    steps = [step for step in rows(outcome.run_dir, "steps.jsonl") if step["round_index"] == 0]
     first_end = next(i for i, step in enumerate(steps) if step["num_finished"])
-    num_steps = sum(step["round_index"] == 0 for step in steps)
-    break_after_steps(monkeypatch, num_steps + first_end, KeyboardInterrupt())
-    broken = run_experiment(make_config(), tmp_path / "broken", [])
+    num_steps = sum(step["num_steps"] for step in steps + steps[:first_end])
+    break_after_steps(monkeypatch, num_steps, KeyboardInterrupt())
+    broken = run_experiment(make_config(**short_bursts), tmp_path / "broken", [])
     assert broken.status == "interrupted"
     assert load(broken.run_dir, "status.json")["status"] == "interrupted"
     assert len(rows(broken.run_dir, "rounds.jsonl")) == 1
@@ -214,7 +216,7 @@ def test_interrupt_keeps_what_was_finished(tmp_path, monkeypatch):
 
 
 def test_bug_is_recorded_with_its_traceback(tmp_path, monkeypatch):
-    break_after_steps(monkeypatch, 3, ZeroDivisionError("planted"))
+    break_after_steps(monkeypatch, 1, ZeroDivisionError("planted"))
     outcome = run(tmp_path)
     assert outcome.status == "failed"
     assert outcome.message == "planted"
@@ -226,7 +228,7 @@ def test_bug_is_recorded_with_its_traceback(tmp_path, monkeypatch):
 def test_out_of_memory_is_its_own_status(tmp_path, monkeypatch):
     import torch
 
-    break_after_steps(monkeypatch, 3, torch.OutOfMemoryError("planted"))
+    break_after_steps(monkeypatch, 1, torch.OutOfMemoryError("planted"))
     outcome = run(tmp_path)
     assert outcome.status == "out_of_memory"
     assert "cache.num_tokens" in outcome.message or "lower" in outcome.message.lower()

@@ -377,7 +377,7 @@ def test_the_synchronous_driver_runs_as_planned():
     assert resolved["block_sharing"] is True
     assert resolved["max_requests_per_batch"] == 12
     assert resolved["eos_token_ids"] == []
-    assert resolved["compile_mode"] == "eager"
+    assert (resolved["decode_mode"], resolved["batch_shape"]) == ("eager", "buckets")
     assert infos
 
 

@@ -38,7 +38,7 @@ def set_up_rows(
     compile_stats: Mapping[str, Any], compile_cache: Mapping[str, Any] | None
 ) -> Iterator[tuple[str, str]]:
     """What a driver's compiling and capturing took, where it did any, and the size of the compile cache in use."""
-    if compile_stats.get("compile_s") or compile_stats.get("capture_s"):
+    if has_compiled(compile_stats):
         yield "compiled", describe_compilation(compile_stats)
     if compile_cache is not None:
         folders = ", ".join(format_path(Path(folder)) for folder in compile_cache["folders"])
@@ -46,6 +46,11 @@ def set_up_rows(
             "compiler",
             f"cache of {format_bytes(compile_cache['num_bytes'])} in {folders or 'no folder yet'}",
         )
+
+
+def has_compiled(stats: Mapping[str, Any]) -> bool:
+    """Whether a driver has compiled or captured anything, and tells of it."""
+    return bool(stats.get("compile_s") or stats.get("capture_s"))
 
 
 def describe_compilation(stats: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cbexp.display.layout import print_line, print_row
-from cbexp.display.settings import describe_compilation
+from cbexp.display.settings import describe_compilation, has_compiled
 from cbexp.display.units import (
     format_bytes,
     format_number,
@@ -73,7 +73,7 @@ def _rows(summary: Summary) -> Iterator[tuple[str, str, str]]:
         yield "batch", _batch(summary), ""
         if summary["num_bursts"]:
             yield "bursts", _bursts(summary), ""
-    if summary["graphs"] is not None:
+    if has_compiled(summary):
         yield _compilation(summary)
     yield "memory", _memory(summary), ""
     yield "durations", _durations(summary), QUIET

@@ -11,10 +11,12 @@ from cbexp.metrics import RooflineInputs
 from cbexp.planning.plan import RunPlan
 
 
-def measure_roofline(plan: RunPlan, model: Any) -> RooflineInputs | None:
-    """Return the roofline's inputs for a loaded model; None on a CPU, whose caches make a bandwidth mean little."""
-    if plan.device.type != "cuda":
-        return None
+def measure_roofline(plan: RunPlan, model: Any) -> RooflineInputs:
+    """Return the roofline's inputs for a model on a GPU; the caches of a CPU make a bandwidth mean little.
+
+    Raises:
+        EngineError: the model runs on a CPU, or the device has no memory left to measure with.
+    """
     # Of the parameters only the sizes are kept: a driver may put others in their place.
     sizes = {name: torch.empty_like(tensor, device="meta") for name, tensor in model.named_parameters()}
 
