@@ -94,7 +94,8 @@ def test_fusing_and_taking_apart_hold_one_group_twice_at_most(fusion):
         torch.cuda.reset_peak_memory_stats()
         allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
         work()
-        assert torch.cuda.max_memory_allocated() <= allocated + largest_group + MIB
+        # The allocator rounds large tensors up to 2 MiB each.
+        assert torch.cuda.max_memory_allocated() <= allocated + largest_group + 8 * MIB
         assert abs(torch.cuda.memory_allocated() - allocated) <= MIB
         assert torch.cuda.memory_reserved() <= reserved + largest_group + 40 * MIB
 
