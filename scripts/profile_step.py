@@ -53,7 +53,7 @@ def profile_steps(
     events = [
         KernelEvent(event.name, event.time_range.start, _own_us(event, is_cuda))
         for event in profiler.events() or []
-        if (event.device_type == DeviceType.CUDA) == is_cuda
+        if (event.device_type == DeviceType.CUDA) == is_cuda and not event.is_user_annotation
     ]
     return events, 2 * num_steps  # the burst that warms up is in it, too
 
