@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -12,19 +11,7 @@ from cbexp.engine.batch_shapes import BatchShapes
 from cbexp.engine.decode_buffers import DecodeBuffers
 from cbexp.engine.page_layout import PagePool
 from cbexp.engine.row_upload import DecodeRow, RowUpload
-
-
-class StepRunner(Protocol):
-    """What a burst asks of whoever runs decode steps (see `compile_modes`)."""
-
-    def prepare(self, bucket: int) -> None:
-        """Compile or capture for a batch of `bucket` rows; idempotent."""
-
-    def run(self, bucket: int, num_steps: int) -> None:
-        """Enqueue decode steps over the first `bucket` rows of the buffers, without waiting for the device."""
-
-    def close(self) -> None:
-        """Drop what was captured."""
+from cbexp.engine.step_runner import StepRunner
 
 
 @dataclass(frozen=True)
@@ -40,30 +27,38 @@ class Burst:
 class BurstRunner:
     """Everything runs on the current stream, in order; only `collect` waits for the device. One burst at a time."""
 
-    def __init__(
-        self,
-        runner: StepRunner,
-        buffers: DecodeBuffers,
-        pools: Mapping[str, PagePool],
-        shapes: BatchShapes,
-    ) -> None:
-        self._runner = runner
+    def __init__(self, buffers: DecodeBuffers, pools: Mapping[str, PagePool], shapes: BatchShapes) -> None:
         self._buffers = buffers
         self._shapes = shapes
         self._upload = RowUpload(buffers, pools)
         self._is_cuda = buffers.outputs.device.type == "cuda"
         self._fetched = torch.empty_like(buffers.outputs, device="cpu", pin_memory=self._is_cuda)
+        self._runner: StepRunner
         self._prepared: set[int] = set()
+
+    def use(self, runner: StepRunner) -> None:
+        """Run steps by `runner` from now on, over the same buffers."""
+        self._runner = runner
+        self._prepared = set()
 
     def prepare(self) -> None:
         """Compile or capture for every batch size, the largest first: smaller ones then fit in its memory."""
         for bucket in reversed(self._shapes.sizes):
-            self._prepare(bucket)
+            self.prepare_size(bucket)
+
+    def prepare_size(self, bucket: int) -> None:
+        """Compile or capture for one batch size, unless that is done."""
+        if bucket in self._prepared:
+            return
+        # Preparing runs steps, and rows of the last burst must not take part in them.
+        self._buffers.positions.fill_(-1)
+        self._runner.prepare(bucket)
+        self._prepared.add(bucket)
 
     def submit(self, rows: Sequence[DecodeRow], num_steps: int) -> Burst:
         """Start `num_steps` decode steps over `rows`. Rows that end go inactive and stay so."""
         bucket = self._shapes.size_for(len(rows))
-        self._prepare(bucket)
+        self.prepare_size(bucket)
         self._upload.upload(rows)
         self._runner.run(bucket, num_steps)
         return Burst(len(rows), bucket, num_steps, self._start_fetching(num_steps))
@@ -76,18 +71,6 @@ class BurstRunner:
         # A row is active from the first step until it ends.
         counts = (token_ids >= 0).sum(axis=1).tolist()
         return [row[:count].tolist() for row, count in zip(token_ids, counts, strict=True)]
-
-    def close(self) -> None:
-        """Drop what was captured."""
-        self._runner.close()
-
-    def _prepare(self, bucket: int) -> None:
-        if bucket in self._prepared:
-            return
-        # Preparing runs steps, and rows of the last burst must not take part in them.
-        self._buffers.positions.fill_(-1)
-        self._runner.prepare(bucket)
-        self._prepared.add(bucket)
 
     def _start_fetching(self, num_steps: int) -> torch.cuda.Event | None:
         self._fetched[:num_steps].copy_(self._buffers.outputs[:num_steps], non_blocking=True)

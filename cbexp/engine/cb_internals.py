@@ -171,11 +171,9 @@ def max_request_tokens(cache: PagedAttentionCache) -> int | None:
     return None if window is not None and longest >= window else longest
 
 
-def build_page_pools(cache: PagedAttentionCache, max_positions: int | None) -> dict[str, PagePool]:
+def build_page_pools(cache: PagedAttentionCache, max_positions: int) -> dict[str, PagePool]:
     """Attention type -> where its keys and values live; tables as wide as the longest request that can be stored."""
-    longest = infer_max_single_request_tokens(cache)
-    if max_positions is not None:
-        longest = min(longest, max_positions)
+    longest = min(infer_max_single_request_tokens(cache), max_positions)
     return {name: _page_pool(allocator, longest) for name, allocator in cache.cache_allocators.items()}
 
 

@@ -1,25 +1,29 @@
-"""The decode side of an engine: its settings, and the burst runner built from them on a cache."""
+"""The decode side of an engine: static buffers on the cache's pages, the model's forward over them, bursts of steps."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from cbexp.engine.batch_shapes import BatchShapes
-from cbexp.engine.burst import BurstRunner
+from cbexp.engine.burst import Burst, BurstRunner
 from cbexp.engine.cb_internals import PagedAttentionCache, build_page_pools
-from cbexp.engine.decode_buffers import DecodeBuffers, allocate_decode_buffers
-from cbexp.engine.model_forward import ModelForward
-from cbexp.engine.sampling import advance
+from cbexp.engine.decode_buffers import allocate_decode_buffers
+from cbexp.engine.decode_model import DecodeModel
+from cbexp.engine.fused_forward import FusedForward
+from cbexp.engine.row_upload import DecodeRow
+from cbexp.engine.step_runner import CompileStats, EagerStepRunner, StepRunner
+from cbexp.engine.step_timing import time_decode_steps
 from cbexp.engine.types import CompileRegion, EngineError, Fusion
 
 
 @dataclass(frozen=True)
 class DecodeSettings:
-    """How an engine decodes in bursts; `mode` as named by `settings.compile_mode_name`."""
+    """How an engine decodes in bursts; `mode` as named by `settings.compile_mode_name`, the rest as `CBSyncConfig`."""
 
     shapes: BatchShapes
     max_burst: int
@@ -28,56 +32,101 @@ class DecodeSettings:
     region: CompileRegion
     fusion: Fusion
 
+
+class Decoder:
+    """Decodes rows on `cache`, between `begin` and `end` of each drive.
+
+    The model must run the engine's attention whenever something runs.
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: PagedAttentionCache, settings: DecodeSettings) -> None:
+        self.settings = settings
+        max_positions = getattr(model.config, "max_position_embeddings", None) or cache.max_tokens_read
+        self._pools = build_page_pools(cache, max_positions)
+        self._buffers = allocate_decode_buffers(
+            self._pools,
+            max_rows=settings.shapes.max_rows,
+            max_burst=settings.max_burst,
+            eos_token_ids=settings.eos_token_ids,
+            device=model.device,
+        )
+        self._model = DecodeModel(model, self._buffers.layers, settings.fusion, max_positions)
+        self._bursts = BurstRunner(self._buffers, self._pools, settings.shapes)
+        self._runner: StepRunner | None = None
+
+    def begin(self) -> None:
+        """Take the model over for a drive; what was compiled or captured from weights that have moved is dropped."""
+        if self._model.begin():
+            self._drop_runner()
+        if self._runner is None:
+            self._runner = self._build_runner()
+            self._bursts.use(self._runner)
+
+    def end(self) -> None:
+        """Give the modules back to the caller. Safe to call twice."""
+        self._model.end()
+
+    def prepare(self) -> None:
+        """Compile and capture for every batch size."""
+        self._bursts.prepare()
+
+    def submit(self, rows: Sequence[DecodeRow], num_steps: int) -> Burst:
+        """Start a burst over `rows`."""
+        return self._bursts.submit(rows, num_steps)
+
+    def collect(self, burst: Burst) -> list[list[int]]:
+        """Wait for a burst; the tokens that each of its rows has made."""
+        return self._bursts.collect(burst)
+
+    def prefill(self, batch: dict[str, Any], num_rows: int) -> Tensor | None:
+        """Next tokens of transformers' packed batch by fused kernels; None where the model's own code has to run it."""
+        forward = self._model.forward
+        return forward.prefill(batch, num_rows) if isinstance(forward, FusedForward) else None
+
+    def time_steps(self, batch: int, context: int, num_steps: int, num_bursts: int) -> list[float]:
+        """Mean seconds of a step in each of some bursts, as `time_decode_steps`; the cache must be idle."""
+        if batch not in self.settings.shapes.sizes:
+            sizes = ", ".join(map(str, self.settings.shapes.sizes))
+            raise EngineError(f"batch={batch} is no batch size of this engine: {sizes}.")
+        assert self._runner is not None
+        self._bursts.prepare_size(batch)
+        return time_decode_steps(
+            self._runner,
+            self._buffers,
+            self._pools,
+            bucket=batch,
+            context=context,
+            num_steps=num_steps,
+            num_bursts=num_bursts,
+        )
+
     def describe(self) -> dict[str, Any]:
-        """The settings as plain JSON values."""
+        """Settings as they run, as plain JSON values."""
+        settings = self.settings
         return {
-            "decode_mode": self.mode,
-            "compile_region": self.region,
-            "fusion": self.fusion,
-            "batch_shape": self.shapes.policy,
-            "buckets": list(self.shapes.buckets),
-            "max_burst": self.max_burst,
-        }
+            "decode_mode": settings.mode,
+            "compile_region": settings.region,
+            "batch_shape": settings.shapes.policy,
+            "buckets": list(settings.shapes.buckets),
+            "max_burst": settings.max_burst,
+        } | self._model.describe()
 
-
-class EagerStepRunner:
-    """Decode steps as plain calls."""
-
-    def __init__(self, forward: ModelForward, buffers: DecodeBuffers) -> None:
-        self._forward = forward
-        self._buffers = buffers
-
-    def prepare(self, bucket: int) -> None:
-        """Nothing to prepare."""
-
-    def run(self, bucket: int, num_steps: int) -> None:
-        """Run the steps."""
-        for _ in range(num_steps):
-            advance(
-                self._buffers,
-                self._forward(self._buffers.token_ids[:bucket], self._buffers.positions[:bucket]),
-            )
+    @property
+    def stats(self) -> CompileStats:
+        """Of compiling and capturing for the weights as they lie now."""
+        return CompileStats() if self._runner is None else self._runner.stats
 
     def close(self) -> None:
-        """Nothing to drop."""
+        """Drop what was captured, and give every parameter its own storage back."""
+        self._drop_runner()
+        self._model.close()
 
+    def _drop_runner(self) -> None:
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            runner.close()
 
-def build_burst_runner(
-    model: PreTrainedModel, cache: PagedAttentionCache, settings: DecodeSettings
-) -> BurstRunner:
-    """Static buffers on the cache's pages, the model's decode forward over them, and what runs its steps."""
-    if settings.mode != "eager" or settings.fusion not in ("auto", "none"):
-        raise EngineError(
-            f"decode mode {settings.mode} with fusion={settings.fusion!r} is not available yet: use compile_mode=None, "
-            "cuda_graph=False and fusion='none'."
-        )
-    pools = build_page_pools(cache, getattr(model.config, "max_position_embeddings", None))
-    buffers = allocate_decode_buffers(
-        pools,
-        max_rows=settings.shapes.max_rows,
-        max_burst=settings.max_burst,
-        eos_token_ids=settings.eos_token_ids,
-        device=torch.device(model.device),
-    )
-    runner = EagerStepRunner(ModelForward(model, buffers.layers), buffers)
-    return BurstRunner(runner, buffers, pools, settings.shapes)
+    def _build_runner(self) -> StepRunner:
+        if self.settings.mode != "eager":
+            raise EngineError(f"decode mode {self.settings.mode} is not available yet: use eager.")
+        return EagerStepRunner(self._model.forward, self._buffers)

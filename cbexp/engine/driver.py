@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -83,6 +84,11 @@ class SyncCBDriver:
         return self._steps
 
     @property
+    def compile_stats(self) -> dict[str, Any]:
+        """Counts and seconds of compiling and capturing, by the names of `CompileStats`."""
+        return dataclasses.asdict(self._slot.compile_stats)
+
+    @property
     def partial_completions(self) -> dict[str, Completion]:
         """After an error or interrupt in a drive: all its requests, the unfinished failed with their tokens kept."""
         return self._partial_completions
@@ -91,6 +97,17 @@ class SyncCBDriver:
         """Compile and capture for every batch size; without `num_blocks` the first drives do so as they go."""
         self._check_usable("warmup")
         self._slot.warmup()
+
+    def time_decode_steps(
+        self, batch: int, context: int, num_steps: int, *, num_bursts: int = 7
+    ) -> list[float]:
+        """Mean seconds of a decode step in each of `num_bursts` bursts of `num_steps`, without prompts or a scheduler.
+
+        Each of `batch` rows, one of the batch sizes, attends to `context` tokens. Raises `EngineError` when the cache
+        or the buffers are too small for that, or when there is no cache yet.
+        """
+        self._check_usable("time_decode_steps")
+        return self._slot.time_decode_steps(batch, context, num_steps, num_bursts)
 
     def add_requests(
         self,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -18,11 +18,13 @@ from cbexp.engine.cb_internals import (
     sector_slack_blocks,
 )
 from cbexp.engine.decoder import DecodeSettings
+from cbexp.engine.interrupts import deferring_interrupts
 from cbexp.engine.paged_engine import PagedEngine
 from cbexp.engine.probe import probe_paged_forward
 from cbexp.engine.request_book import PromptGroup
 from cbexp.engine.settings import check_device, compile_mode_name
 from cbexp.engine.sizing import choose_safety_margin, count_blocks_needed, resolve_max_requests
+from cbexp.engine.step_runner import CompileStats
 from cbexp.engine.types import CBSyncConfig, EngineError
 
 
@@ -56,6 +58,11 @@ class EngineSlot:
         """The engine's settings as they run; empty before it is built."""
         return {} if self._engine is None else self._engine.resolved
 
+    @property
+    def compile_stats(self) -> CompileStats:
+        """The engine's; nothing before it is built."""
+        return CompileStats() if self._engine is None else self._engine.compile_stats
+
     def borrowed(self) -> AbstractContextManager[None]:
         """Lends the model to the engine for the body; see `borrowed_for_inference`."""
         return borrowed_for_inference(self._model, self._attention)
@@ -63,16 +70,27 @@ class EngineSlot:
     def warmup(self) -> None:
         """Compile and capture, where the engine's size is known; otherwise its first drive does as it goes."""
         if self._engine is not None:
-            with self.borrowed():
+            with self._begun(self._engine):
                 self._engine.prepare()
 
+    def time_decode_steps(self, batch: int, context: int, num_steps: int, num_bursts: int) -> list[float]:
+        """As the engine's; raises `EngineError` when there is none yet."""
+        if self._engine is None:
+            raise EngineError("Decode steps alone can be timed once the cache is built: set num_blocks.")
+        with self._begun(self._engine):
+            return self._engine.time_decode_steps(batch, context, num_steps, num_bursts)
+
     def prepare(self, groups: Sequence[PromptGroup]) -> PagedEngine:
-        """The engine for a round: large enough when its size is open, its safety margin set by how crowded it is."""
+        """The engine for a round: large enough when its size is open, its safety margin set by how crowded it is.
+
+        It has the model until `reset`.
+        """
         needed = count_blocks_needed(groups, self._config.page_size, self._slack_blocks)
         engine = self._engine
         if engine is None or (self._config.num_blocks is None and engine.num_blocks < needed):
             self.drop()
             engine = self._engine = self._build(needed)
+        engine.begin()
         engine.set_safety_margin(choose_safety_margin(needed, engine.num_blocks))
         return engine
 
@@ -90,6 +108,16 @@ class EngineSlot:
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
+
+    @contextmanager
+    def _begun(self, engine: PagedEngine) -> Iterator[None]:
+        with self.borrowed():
+            try:
+                engine.begin()
+                yield
+            finally:
+                with deferring_interrupts():
+                    engine.reset()
 
     def _build(self, num_blocks: int) -> PagedEngine:
         config = self._config

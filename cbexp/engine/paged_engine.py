@@ -33,11 +33,12 @@ from cbexp.engine.decode_requests import (
     reserve_room,
     start_decoding_last_tokens,
 )
-from cbexp.engine.decoder import DecodeSettings, build_burst_runner
+from cbexp.engine.decoder import Decoder, DecodeSettings
 from cbexp.engine.engine_step import EngineOutput, EngineStep
 from cbexp.engine.request_book import PromptGroup
 from cbexp.engine.scheduler import Admission
-from cbexp.engine.types import StepKind
+from cbexp.engine.step_runner import CompileStats
+from cbexp.engine.types import EngineError, StepKind
 
 
 class PagedEngine:
@@ -45,7 +46,7 @@ class PagedEngine:
 
     With `decode`, and the engine's own attention in `settings`, decode steps run in bursts; without it every step is
     one of transformers' own. Fixed at construction: `num_blocks`, `max_request_tokens` (what an empty cache holds of
-    one request; None: no limit) and `resolved` (settings as they run, plain JSON values).
+    one request; None: no limit).
     """
 
     def __init__(
@@ -60,13 +61,22 @@ class PagedEngine:
         self._outputs = self._processor.output_router.output_queue
         self._caller_ids: dict[str, str] = {}
         self._last_burst: list[RequestState] = []
-        self._decode = decode
-        self._reset_slots()
         with self._on_compute_stream():
-            self._bursts = None if decode is None else build_burst_runner(model, self._cache, decode)
+            self._decoder = None if decode is None else Decoder(model, self._cache, decode)
+        self._reset_slots()
         self.num_blocks = int(self._cache.num_blocks)
         self.max_request_tokens = max_request_tokens(self._cache)
-        self.resolved = describe_processor(self._processor) | ({} if decode is None else decode.describe())
+        self._described = describe_processor(self._processor)
+
+    @property
+    def resolved(self) -> dict[str, Any]:
+        """Settings as they run, as plain JSON values."""
+        return self._described | ({} if self._decoder is None else self._decoder.describe())
+
+    @property
+    def compile_stats(self) -> CompileStats:
+        """What compiling and capturing came to so far."""
+        return CompileStats() if self._decoder is None else self._decoder.stats
 
     @property
     def cache_used_fraction(self) -> float:
@@ -94,7 +104,7 @@ class PagedEngine:
     def set_safety_margin(self, margin: float) -> None:
         """Share of the cache, in [0, 1], to keep free of new prompts so that admitted requests can grow."""
         self._scheduler.safety_margin = margin
-        self.resolved["safety_margin"] = margin
+        self._described["safety_margin"] = margin
 
     def submit(self, group: PromptGroup) -> None:
         """Queue a prompt; its generations beyond the first are forked from it once its prompt is in the cache."""
@@ -109,11 +119,27 @@ class PagedEngine:
             )
         )
 
-    def prepare(self) -> None:
-        """Compile and capture for every batch size that bursts can have."""
-        if self._bursts is not None:
+    def begin(self) -> None:
+        """Take the model over for a drive, which `reset` ends."""
+        if self._decoder is not None:
             with self._on_compute_stream():
-                self._bursts.prepare()
+                self._decoder.begin()
+
+    def prepare(self) -> None:
+        """Compile and capture for every batch size that bursts can have; between `begin` and `reset`."""
+        if self._decoder is not None:
+            with self._on_compute_stream():
+                self._decoder.prepare()
+
+    def time_decode_steps(self, batch: int, context: int, num_steps: int, num_bursts: int) -> list[float]:
+        """Mean seconds of a decode step in each of `num_bursts` bursts, without requests; between `begin` and `reset`.
+
+        See `step_timing.time_decode_steps`.
+        """
+        if self._decoder is None:
+            raise EngineError("Decode steps alone can be timed with attn_implementation='cbexp' only.")
+        with self._on_compute_stream():
+            return self._decoder.time_steps(batch, context, num_steps, num_bursts)
 
     def step(self, model: PreTrainedModel) -> EngineStep | None:
         """Run and account for one batch or burst; None when there is nothing to run. Waits for the device.
@@ -122,7 +148,7 @@ class PagedEngine:
         an ordinary step of transformers', which evicts.
         """
         with self._on_compute_stream():
-            if self._bursts is None:
+            if self._decoder is None:
                 return self._run_batch(model, "upstream")
             start_decoding_last_tokens(self._scheduler)
             return self._run_prefill(model) or self._run_burst() or self._run_batch(model, "closed")
@@ -139,6 +165,8 @@ class PagedEngine:
         Blocks kept for prefix matches go too, since the weights may change before the next drive.
         """
         self._wait_for_device()
+        if self._decoder is not None:
+            self._decoder.end()
         self._take_outputs()
         self._caller_ids.clear()
         self._inputs.requests_in_batch = []
@@ -154,9 +182,9 @@ class PagedEngine:
     def close(self) -> None:
         """Give the cache's memory back to the device. The engine is unusable afterwards."""
         self._wait_for_device()
-        if self._bursts is not None:
-            self._bursts.close()
-        del self._processor, self._scheduler, self._cache, self._inputs, self._bursts
+        if self._decoder is not None:
+            self._decoder.close()
+        del self._processor, self._scheduler, self._cache, self._inputs, self._decoder
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -185,16 +213,18 @@ class PagedEngine:
 
     def _run_burst(self) -> EngineStep | None:
         """Decode steps of the first requests that decode; None without any, or without room for one step of all."""
-        assert self._bursts is not None
-        assert self._decode is not None
+        decoder = self._decoder
+        assert decoder is not None
         decoding = self._scheduler.decoding_requests().values()
-        states = list(islice(decoding, self._decode.shapes.max_rows))
-        num_steps = reserve_room(self._cache, states, self._burst_length(states)) if states else 0
+        states = list(islice(decoding, decoder.settings.shapes.max_rows))
+        num_steps = (
+            reserve_room(self._cache, states, self._burst_length(states, decoder.settings)) if states else 0
+        )
         if num_steps == 0:
             return None
         used_fraction = self.cache_used_fraction
-        burst = self._bursts.submit(build_rows(self._cache, states), num_steps)
-        token_ids = self._bursts.collect(burst)
+        burst = decoder.submit(build_rows(self._cache, states), num_steps)
+        token_ids = decoder.collect(burst)
         outputs = self._account_for_burst(states, token_ids)
         num_tokens = sum(map(len, token_ids))
         return EngineStep(
@@ -210,16 +240,15 @@ class PagedEngine:
             bucket=burst.bucket,
         )
 
-    def _burst_length(self, states: list[RequestState]) -> int:
-        assert self._decode is not None
+    def _burst_length(self, states: list[RequestState], decode: DecodeSettings) -> int:
         is_queue_empty = not self._scheduler.waiting_requests and len(states) == len(
             self._scheduler.active_requests
         )
         return choose_burst_length(
             [remaining_tokens(state) for state in states],
-            self._decode.shapes,
-            max_burst=self._decode.max_burst,
-            has_eos=bool(self._decode.eos_token_ids),
+            decode.shapes,
+            max_burst=decode.max_burst,
+            has_eos=bool(decode.eos_token_ids),
             is_queue_empty=is_queue_empty,
         )
 
@@ -249,11 +278,21 @@ class PagedEngine:
         if num_rows > num_tokens:
             # Upstream clears one index a token and reads one a row: an older batch's would point beyond this one.
             self._inputs.logits_indices[num_tokens:num_rows].zero_()
-        self._processor._generation_step(model)
+        if self._decoder is None or not self._run_fused_prefill(self._decoder, num_rows):
+            self._processor._generation_step(model)
+
+    def _run_fused_prefill(self, decoder: Decoder, num_rows: int) -> bool:
+        """Run the prepared batch by fused kernels instead of the model's code; whether there are any."""
+        next_ids = decoder.prefill(cast(dict[str, Any], self._inputs.get_model_kwargs()), num_rows)
+        if next_ids is None:
+            return False
+        self._inputs.output_ids[0, :num_rows].copy_(next_ids)
+        self._inputs.retrieve_device_outputs()
+        return True
 
     def _reset_slots(self) -> None:
-        if self._decode is not None:
-            self._scheduler.num_slots = self._decode.shapes.max_rows
+        if self._decoder is not None:
+            self._scheduler.num_slots = self._decoder.settings.shapes.max_rows
 
     def _to_caller_ids(self, states: Iterable[RequestState]) -> tuple[str, ...]:
         return tuple(self._caller_ids[state.request_id] for state in states)

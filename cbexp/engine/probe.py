@@ -44,6 +44,7 @@ def probe_paged_forward(
     engine = PagedEngine(model, settings, ONE_ROW if config.has_engine_attention else None)
     engine.submit(PromptGroup(("probe",), (0,), 2, (), time.perf_counter()))
     try:
+        engine.begin()
         while engine.step(model) is not None:
             pass
     except torch.OutOfMemoryError:

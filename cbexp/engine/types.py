@@ -162,6 +162,10 @@ class RolloutDriver(Protocol):
         """Step records of the last (or running) drive; empty for drivers that cannot see their steps."""
 
     @property
+    def compile_stats(self) -> dict[str, Any]:
+        """Counts and seconds of compiling and capturing so far; empty for drivers that cannot tell."""
+
+    @property
     def partial_completions(self) -> dict[str, Completion]:
         """After an error or an interrupt in a drive: what it had produced, unfinished requests marked failed."""
 

@@ -7,10 +7,11 @@ import math
 import pytest
 import torch
 
+from cbexp.engine import EngineError
 from cbexp.engine.burst import BurstRunner
 from cbexp.engine.burst_length import ADMISSION_BURST, MIN_BURST, TAIL_BURST
-from cbexp.engine.decoder import EagerStepRunner
 from cbexp.engine.paged_engine import PagedEngine
+from cbexp.engine.step_runner import EagerStepRunner
 
 SHAPES = ("natural", "buckets", "full")
 
@@ -278,3 +279,51 @@ def test_the_models_own_attention_takes_transformers_steps(
     assert {(step.num_steps, step.bucket) for step in driver.steps} == {(1, None)}
     assert "mixed" in {step.kind for step in driver.steps}
     assert driver.resolved["attn_implementation"] == own
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_fused_projections_say_the_same(new_model, make_driver, prompts, greedy, family):
+    """Weights are fused in place and noticed when they are re-assigned; the modules come back as they were."""
+    model = new_model(family)
+    forwards = [name for name, module in model.named_modules() if "forward" in vars(module)]
+    driver = make_driver(model, fusion="projections", num_blocks=80)
+    for _ in range(2):
+        expected = [greedy(model, prompt, 12) for prompt in prompts]
+        assert drive(driver, prompts) == expected
+        assert [n for n, module in model.named_modules() if "forward" in vars(module)] == forwards
+        with torch.no_grad():
+            attention = model.model.layers[0].self_attn
+            attention.k_proj.weight = torch.nn.Parameter(attention.k_proj.weight * 0.5)
+            model.lm_head.weight.mul_(-1)
+    assert driver.resolved["fusion"] == "projections"
+    assert driver.resolved["fused_projections"]["num_fused_again"] > 0
+
+
+def test_steps_alone_are_timed_and_leave_nothing(shared_model, make_driver, prompts, reference):
+    driver = make_driver(shared_model("qwen3"), num_blocks=64, max_requests_per_batch=4)
+    seconds = driver.time_decode_steps(4, 50, 5, num_bursts=3)
+    assert len(seconds) == 3
+    assert min(seconds) > 0
+    assert drive(driver, prompts) == [reference("qwen3", prompt, 12) for prompt in prompts]
+    with pytest.raises(EngineError, match="batch=3 is no batch size of this engine: 1, 2, 4"):
+        driver.time_decode_steps(3, 50, 5)
+    with pytest.raises(EngineError, match="set num_blocks"):
+        make_driver(shared_model("qwen3")).time_decode_steps(4, 50, 5)
+    own = make_driver(shared_model("qwen3"), num_blocks=64, attn_implementation="sdpa")
+    with pytest.raises(EngineError, match="attn_implementation='cbexp'"):
+        own.time_decode_steps(4, 50, 5)
+
+
+def test_an_eager_driver_has_compiled_nothing(shared_model, make_driver, prompts):
+    driver = make_driver(shared_model("qwen3"), num_blocks=64)
+    driver.warmup()
+    drive(driver, prompts)
+    assert driver.compile_stats == {
+        "graphs": 0,
+        "replays": 0,
+        "compile_s": 0.0,
+        "capture_s": 0.0,
+        "recompiles": 0,
+        "skipped_cudagraphs": 0,
+        "graph_breaks": 0,
+    }

@@ -169,7 +169,7 @@ def test_resolved_settings_are_plain_json_and_what_runs(shared_model, make_drive
         "max_memory_fraction": 0.9,
         "decode_mode": "eager",
         "compile_region": "model",
-        "fusion": "auto",
+        "fusion": "none",
         "batch_shape": "buckets",
         "buckets": [1, 2, 4, 8, 16, 32, 40],
         "max_burst": 128,
