@@ -52,9 +52,9 @@ def rotated_projection(
         return reference.rotated_projection(
             x, weight, bias, positions, cos, sin, q_norm, k_norm, eps, num_heads, num_kv_heads
         )
-    from cbexp.engine.kernels import decode_norms
+    from cbexp.engine.kernels import projected_heads
 
-    return decode_norms.norm_and_rotate(
+    return projected_heads.norm_and_rotate(
         _project(x, weight, bias),
         positions,
         None if cos is None or sin is None else (cos, sin),
@@ -103,10 +103,14 @@ def attend_new_token(
     num_heads: int,
 ) -> Tensor:
     """`rotated_projection` of x [rows, hidden], then paged decode attention: [rows, num_heads * head_dim]."""
-    num_rows, num_kv_heads = x.shape[0], pages.shape[2]
-    if _fills_device(x, num_kv_heads):
+    num_rows, num_kv_heads, head_dim = x.shape[0], *pages.shape[2:]
+    if _attends_in_one_kernel(x, num_kv_heads, head_dim):
         from cbexp.engine.kernels import rotated_attention, tiles
+        from cbexp.engine.kernels.attention_tiles import device_limits
 
+        tile = tiles.choose_rotated_attention_tile(
+            num_rows * num_kv_heads, head_dim, pages.itemsize, device_limits(pages.device)
+        )
         norms = None if q_norm is None or k_norm is None else (q_norm, k_norm)
         out = rotated_attention.rotated_paged_attention(
             _project(x, weight, bias),
@@ -121,7 +125,7 @@ def attend_new_token(
             scaling=scaling,
             window=window,
             num_heads=num_heads,
-            **vars(tiles.choose_attention_tile(num_rows * num_kv_heads, pages)),
+            **vars(tile),
         )
         return out.view(num_rows, -1)
     qkv = rotated_projection(
@@ -155,12 +159,16 @@ def _(
     return x.new_empty((x.shape[0], num_heads * pages.shape[3]))
 
 
-def _fills_device(x: Tensor, num_kv_heads: int) -> bool:
-    """Whether a program for each row and key head keeps a GPU busy; smaller batches split the sequence."""
-    if not x.is_cuda:
+def _attends_in_one_kernel(x: Tensor, num_kv_heads: int, head_dim: int) -> bool:
+    """Whether a program for each row and key head keeps a GPU busy; smaller batches split the sequence.
+
+    That kernel holds heads as vectors of Triton, whose sizes are powers of two.
+    """
+    if not x.is_cuda or head_dim & (head_dim - 1):
         return False
-    num_multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count
-    return x.shape[0] * num_kv_heads >= MIN_PROGRAMS_EACH * num_multiprocessors
+    from cbexp.engine.kernels.attention_tiles import device_limits
+
+    return x.shape[0] * num_kv_heads >= MIN_PROGRAMS_EACH * device_limits(x.device).num_multiprocessors
 
 
 @torch.library.custom_op("cbexp::project_add_norm", mutates_args=())
@@ -187,11 +195,13 @@ def gated_projection(x: Tensor, weight: Tensor) -> Tensor:
     """As `fused_reference.gated_projection`."""
     if not x.is_cuda:
         return reference.gated_projection(x, weight)
-    from cbexp.engine.kernels import decode_linear, decode_norms, tiles
+    from cbexp.engine.kernels import decode_linear, gated_silu, tiles
+    from cbexp.engine.kernels.attention_tiles import device_limits
 
     if x.shape[0] > MAX_SKINNY_ROWS:
-        return decode_norms.silu_product(torch.nn.functional.linear(x, weight))
-    return decode_linear.gate_up_silu(x, weight, tiles.choose_gated_tile(x, weight))
+        return gated_silu.silu_product(torch.nn.functional.linear(x, weight))
+    tile = tiles.choose_gated_tile(x.shape[0], x.itemsize, device_limits(x.device))
+    return decode_linear.gate_up_silu(x, weight, tile)
 
 
 @gated_projection.register_fake
@@ -205,10 +215,12 @@ def best_tokens(x: Tensor, weight: Tensor) -> Tensor:
     if not x.is_cuda:
         return reference.best_tokens(x, weight)
     from cbexp.engine.kernels import decode_finish, decode_linear, tiles
+    from cbexp.engine.kernels.attention_tiles import device_limits
 
     if x.shape[0] > MAX_SKINNY_ROWS:
         return decode_finish.largest_logit(torch.nn.functional.linear(x, weight))
-    return decode_finish.best_token(*decode_linear.head_maxima(x, weight, tiles.choose_head_tile(x, weight)))
+    tile = tiles.choose_head_tile(x.shape[0], x.itemsize, device_limits(x.device))
+    return decode_finish.best_token(*decode_linear.head_maxima(x, weight, tile))
 
 
 @best_tokens.register_fake
@@ -219,7 +231,9 @@ def _(x: Tensor, weight: Tensor) -> Tensor:
 def _project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The projection as parts [splits, rows, out_features]: float32 of the own kernel, or one in x's dtype."""
     from cbexp.engine.kernels import decode_linear, tiles
+    from cbexp.engine.kernels.attention_tiles import device_limits
 
     if x.shape[0] > MAX_SKINNY_ROWS:
         return torch.nn.functional.linear(x, weight, bias)[None]
-    return decode_linear.split_linear(x, weight, bias, tiles.choose_split_tile(x, weight))
+    tile = tiles.choose_split_tile(x.shape[0], weight.shape, x.itemsize, device_limits(x.device))
+    return decode_linear.split_linear(x, weight, bias, tile)

@@ -1,4 +1,5 @@
 """Ends a decode step on the device: the best token of each row, and what `sampling.advance` does with it."""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 
@@ -21,6 +22,8 @@ def _best_token_kernel(
     values = tl.load(tile_values + row * num_tiles + tile, mask=tile < num_tiles, other=float("-inf"))
     # Tiles are in the order of their ids, so the leftmost of equals is the lowest id.
     _, index = tl.max(values, axis=0, return_indices=True, return_indices_tie_break_left=True)
+    # Among NaNs, padding may be what is found.
+    index = tl.minimum(index, num_tiles - 1)
     tl.store(next_ids + row, tl.load(tile_ids + row * num_tiles + index).to(tl.int64))
 
 
@@ -36,7 +39,7 @@ def _tile_maxima_kernel(
     best, index = tl.max(values, axis=0, return_indices=True, return_indices_tie_break_left=True)
     place = row * tl.num_programs(1) + tile
     tl.store(tile_values + place, best)
-    tl.store(tile_ids + place, tile * BLOCK + index)
+    tl.store(tile_ids + place, tl.minimum(tile * BLOCK + index, N - 1))
 
 
 @triton.jit
@@ -64,7 +67,7 @@ def _advance_kernel(
     line = tl.load(step)
     active = position >= 0
     left = tl.where(active, left - 1, left)
-    ends = left == 0
+    ends = left <= 0
     for i in tl.static_range(NUM_EOS):
         ends = ends | (token == tl.load(eos_ids + i))
     goes_on = active & (ends == 0)

@@ -2,6 +2,7 @@
 
 The rows of the weight are the long side of each tile, the batch is the short one.
 """
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from cbexp.engine.kernels.dependent_launch import (
     launch_options,
@@ -17,11 +19,19 @@ from cbexp.engine.kernels.dependent_launch import (
     release_successor,
     wait_for_predecessor,
 )
+from cbexp.engine.kernels.gated_silu import silu
+
+# Of a cache line in half precision; fewer of float32, whose other lines are then not asked for.
+COLUMNS_PER_LINE = tl.constexpr(64)
 
 
 @dataclass(frozen=True)
 class LinearTile:
-    """How a product is cut: tile sizes in elements, parts of the inner dimension, pipeline depth, prefetched columns."""
+    """How a product is cut: rows of the weight and columns of it in a tile, parts that the columns are split into.
+
+    `prefetch`: columns of each program's weights that are asked for before their factors are there; 0 or a multiple of
+    64 that is a power of two. Only where kernels are launched before their predecessor has ended.
+    """
 
     block_n: int
     block_k: int
@@ -32,13 +42,52 @@ class LinearTile:
 
 
 @triton.jit
-def _prefetch_weight(weight, rows, first_k, N, K, COLUMNS: tl.constexpr):
-    lines: tl.constexpr = COLUMNS // 64
-    if COLUMNS > 0:
-        columns = first_k + tl.arange(0, lines) * 64
-        inside = (rows[:, None] < N) & (columns[None, :] < K)
-        pointers = weight + rows[:, None].to(tl.int64) * K + columns[None, :]
-        prefetch_lines(tl.where(inside, pointers, weight))
+def _prefetch(weight, weight_rows, n_inside, first_k, K: tl.constexpr, COLUMNS: tl.constexpr):
+    """Ask for the first COLUMNS columns of a tile's weights while what they multiply is still being made."""
+    k = first_k + tl.arange(0, COLUMNS // COLUMNS_PER_LINE) * COLUMNS_PER_LINE
+    inside = n_inside[:, None] & (k < K)[None, :]
+    prefetch_lines(tl.where(inside, weight_rows + k[None, :], weight))
+
+
+@triton.jit
+def _multiply(
+    x,
+    weight,
+    n,
+    n_inside,
+    row,
+    row_inside,
+    first_k,
+    K: tl.constexpr,
+    K_EACH: tl.constexpr,
+    HAS_EDGE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    EXACT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Products [n, row] of rows of the weight and rows of x over K_EACH columns; waits for x, and lets go once read.
+
+    HAS_EDGE: some of those columns may lie beyond K.
+    """
+    weight_rows = weight + n[:, None].to(tl.int64) * K
+    if DEPENDENT and PREFETCH > 0:
+        _prefetch(weight, weight_rows, n_inside, first_k, K, PREFETCH)
+    wait_for_predecessor(DEPENDENT)
+    x_rows = x + row[None, :].to(tl.int64) * K
+    acc = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
+    for start in tl.range(0, K_EACH, BLOCK_K, num_stages=STAGES):
+        k = first_k + start + tl.arange(0, BLOCK_K)
+        if HAS_EDGE:
+            w = tl.load(weight_rows + k[None, :], mask=n_inside[:, None] & (k < K)[None, :], other=0.0)
+            v = tl.load(x_rows + k[:, None], mask=row_inside[None, :] & (k < K)[:, None], other=0.0)
+        else:
+            w = tl.load(weight_rows + k[None, :], mask=n_inside[:, None], other=0.0)
+            v = tl.load(x_rows + k[:, None], mask=row_inside[None, :], other=0.0)
+        acc = tl.dot(w, v, acc, input_precision="ieee" if EXACT else "tf32")
+    release_successor(DEPENDENT)
+    return acc
 
 
 @triton.jit
@@ -63,32 +112,32 @@ def _linear_kernel(
     split = tl.program_id(1)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.program_id(2) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    k_each: tl.constexpr = tl.cdiv(tl.cdiv(K, SPLITS), BLOCK_K) * BLOCK_K
-    first_k = split * k_each
-    if DEPENDENT:
-        _prefetch_weight(weight, n, first_k, N, K, PREFETCH)
-    wait_for_predecessor(DEPENDENT)
-    n_inside = n < N
-    row_inside = row < num_rows
-    weight_rows = weight + n[:, None].to(tl.int64) * K
-    x_rows = x + row[None, :].to(tl.int64) * K
-    acc = tl.zeros([BLOCK_N, BLOCK_ROWS], tl.float32)
-    for start in tl.range(0, k_each, BLOCK_K, num_stages=STAGES):
-        k = first_k + start + tl.arange(0, BLOCK_K)
-        if K % (BLOCK_K * SPLITS) == 0:
-            w = tl.load(weight_rows + k[None, :], mask=n_inside[:, None], other=0.0)
-            v = tl.load(x_rows + k[:, None], mask=row_inside[None, :], other=0.0)
-        else:
-            w = tl.load(weight_rows + k[None, :], mask=n_inside[:, None] & (k < K)[None, :], other=0.0)
-            v = tl.load(x_rows + k[:, None], mask=row_inside[None, :] & (k < K)[:, None], other=0.0)
-        acc = tl.dot(w, v, acc, input_precision="ieee" if EXACT else "tf32")
-    release_successor(DEPENDENT)
-    inside = n_inside[:, None] & row_inside[None, :]
+    n_inside, row_inside = n < N, row < num_rows
+    K_EACH: tl.constexpr = tl.cdiv(tl.cdiv(K, SPLITS), BLOCK_K) * BLOCK_K
+    HAS_EDGE: tl.constexpr = K % (BLOCK_K * SPLITS) != 0
+    acc = _multiply(
+        x,
+        weight,
+        n,
+        n_inside,
+        row,
+        row_inside,
+        split * K_EACH,
+        K,
+        K_EACH,
+        HAS_EDGE,
+        BLOCK_K,
+        STAGES,
+        PREFETCH,
+        EXACT,
+        DEPENDENT,
+    )
     if HAS_BIAS:
-        if split == 0:
-            acc += tl.load(bias + n, mask=n_inside, other=0.0).to(tl.float32)[:, None]
+        # Once: with the first part.
+        added = tl.load(bias + n, mask=n_inside & (split == 0), other=0.0)
+        acc += added.to(tl.float32)[:, None]
     place = (split * num_rows + row[None, :]).to(tl.int64) * N + n[:, None]
-    tl.store(out + place, acc.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + place, acc.to(out.dtype.element_ty), mask=n_inside[:, None] & row_inside[None, :])
 
 
 @triton.jit
@@ -112,30 +161,29 @@ def _gate_up_kernel(
     column = tl.program_id(0) * BLOCK_N + both % BLOCK_N
     n = tl.where(both < BLOCK_N, column, N + column)
     row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    if DEPENDENT:
-        _prefetch_weight(weight, n, 0, 2 * N, K, PREFETCH)
-    wait_for_predecessor(DEPENDENT)
-    n_inside = column < N
     row_inside = row < num_rows
-    weight_rows = weight + n[:, None].to(tl.int64) * K
-    x_rows = x + row[None, :].to(tl.int64) * K
-    acc = tl.zeros([2 * BLOCK_N, BLOCK_ROWS], tl.float32)
-    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        k = start + tl.arange(0, BLOCK_K)
-        if K % BLOCK_K == 0:
-            w = tl.load(weight_rows + k[None, :], mask=n_inside[:, None], other=0.0)
-            v = tl.load(x_rows + k[:, None], mask=row_inside[None, :], other=0.0)
-        else:
-            w = tl.load(weight_rows + k[None, :], mask=n_inside[:, None] & (k < K)[None, :], other=0.0)
-            v = tl.load(x_rows + k[:, None], mask=row_inside[None, :] & (k < K)[:, None], other=0.0)
-        acc = tl.dot(w, v, acc, input_precision="ieee" if EXACT else "tf32")
-    release_successor(DEPENDENT)
+    K_EACH: tl.constexpr = tl.cdiv(K, BLOCK_K) * BLOCK_K
+    acc = _multiply(
+        x,
+        weight,
+        n,
+        column < N,
+        row,
+        row_inside,
+        0,
+        K,
+        K_EACH,
+        K % BLOCK_K != 0,
+        BLOCK_K,
+        STAGES,
+        PREFETCH,
+        EXACT,
+        DEPENDENT,
+    )
     gate, up = tl.split(acc.reshape(2, BLOCK_N, BLOCK_ROWS).permute(1, 2, 0))
     # Rounded where the model's own code rounds: after each product, after the activation, after their product.
     dtype = out.dtype.element_ty
-    gate = gate.to(dtype).to(tl.float32)
-    activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    product = activated * up.to(dtype).to(tl.float32)
+    product = silu(gate.to(dtype).to(tl.float32), dtype) * up.to(dtype).to(tl.float32)
     n_out = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     place = row[None, :].to(tl.int64) * N + n_out[:, None]
     tl.store(out + place, product.to(dtype), mask=(n_out < N)[:, None] & row_inside[None, :])
@@ -162,38 +210,42 @@ def _head_kernel(
     tile = tl.program_id(0)
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    if DEPENDENT:
-        _prefetch_weight(weight, n, 0, N, K, PREFETCH)
-    wait_for_predecessor(DEPENDENT)
-    n_inside = n < N
-    row_inside = row < num_rows
-    weight_rows = weight + n[:, None].to(tl.int64) * K
-    x_rows = x + row[None, :].to(tl.int64) * K
-    acc = tl.zeros([BLOCK_N, BLOCK_ROWS], tl.float32)
-    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        k = start + tl.arange(0, BLOCK_K)
-        inside = (k < K) if K % BLOCK_K != 0 else (k >= 0)
-        w = tl.load(weight_rows + k[None, :], mask=n_inside[:, None] & inside[None, :], other=0.0)
-        v = tl.load(x_rows + k[:, None], mask=row_inside[None, :] & inside[:, None], other=0.0)
-        acc = tl.dot(w, v, acc, input_precision="ieee" if EXACT else "tf32")
-    release_successor(DEPENDENT)
+    n_inside, row_inside = n < N, row < num_rows
+    K_EACH: tl.constexpr = tl.cdiv(K, BLOCK_K) * BLOCK_K
+    acc = _multiply(
+        x,
+        weight,
+        n,
+        n_inside,
+        row,
+        row_inside,
+        0,
+        K,
+        K_EACH,
+        K % BLOCK_K != 0,
+        BLOCK_K,
+        STAGES,
+        PREFETCH,
+        EXACT,
+        DEPENDENT,
+    )
     # The model's logits have the model's dtype: rounding first keeps its ties, of which the lowest id wins.
     logits = acc.to(x.dtype.element_ty).to(tl.float32)
     logits = tl.where(n_inside[:, None], logits, float("-inf"))
     best, index = tl.max(logits, axis=0, return_indices=True, return_indices_tie_break_left=True)
     place = row.to(tl.int64) * num_tiles + tile
     tl.store(tile_values + place, best, mask=row_inside)
-    tl.store(tile_ids + place, tile * BLOCK_N + index, mask=row_inside)
+    # Among NaNs, padding may be what is found, and the next step would read an embedding that is not there.
+    tl.store(tile_ids + place, tl.minimum(tile * BLOCK_N + index, N - 1), mask=row_inside)
 
 
 def block_rows(num_rows: int) -> int:
     """Rows of the batch in one tile: the next power of two, from the tensor cores' 16 up to 256."""
-    return min(256, max(16, triton.next_power_of_2(num_rows)))
+    rows: int = triton.next_power_of_2(num_rows)
+    return min(256, max(16, rows))
 
 
-def split_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: LinearTile
-) -> torch.Tensor:
+def split_linear(x: Tensor, weight: Tensor, bias: Tensor | None, tile: LinearTile) -> Tensor:
     """Return `x @ weight.T + bias` as float32 parts [splits, rows, out_features], whose sum it is.
 
     x [rows, in_features] and weight [out_features, in_features] contiguous, of one dtype.
@@ -204,18 +256,7 @@ def split_linear(
     return out
 
 
-def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: LinearTile
-) -> torch.Tensor:
-    """Return `x @ weight.T + bias` [rows, out_features] in x's dtype; `tile.splits` must be 1."""
-    out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
-    _launch_linear(x, weight, bias, out, tile)
-    return out
-
-
-def _launch_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, tile: LinearTile
-) -> None:
+def _launch_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: LinearTile) -> None:
     num_rows, (num_columns, num_inner) = x.shape[0], weight.shape
     rows = block_rows(num_rows)
     grid = (triton.cdiv(num_columns, tile.block_n), tile.splits, triton.cdiv(num_rows, rows))
@@ -240,7 +281,7 @@ def _launch_linear(
     )
 
 
-def gate_up_silu(x: torch.Tensor, weight: torch.Tensor, tile: LinearTile) -> torch.Tensor:
+def gate_up_silu(x: Tensor, weight: Tensor, tile: LinearTile) -> Tensor:
     """Return `silu(x @ gate.T) * (x @ up.T)` [rows, n], weight [2n, in_features] holding gate's rows before up's."""
     num_rows, num_columns, num_inner = x.shape[0], weight.shape[0] // 2, weight.shape[1]
     rows = block_rows(num_rows)
@@ -264,7 +305,7 @@ def gate_up_silu(x: torch.Tensor, weight: torch.Tensor, tile: LinearTile) -> tor
     return out
 
 
-def head_maxima(x: torch.Tensor, weight: torch.Tensor, tile: LinearTile) -> tuple[torch.Tensor, torch.Tensor]:
+def head_maxima(x: Tensor, weight: Tensor, tile: LinearTile) -> tuple[Tensor, Tensor]:
     """Return the largest logit (float32) and its id (int32) in each tile of the vocabulary, both [rows, tiles]."""
     num_rows, num_columns, num_inner = x.shape[0], weight.shape[0], weight.shape[1]
     num_tiles = triton.cdiv(num_columns, tile.block_n)

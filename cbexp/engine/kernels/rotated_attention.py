@@ -1,47 +1,93 @@
-"""Paged decode attention that finishes the q/k/v projection itself: sums its parts, norms, rotates, writes the cache."""
+"""Paged decode attention that finishes the q/k/v projection itself: sums its parts, norms, rotates, fills the cache."""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from cbexp.engine.kernels.dependent_launch import launch_options, release_successor, wait_for_predecessor
+from cbexp.engine.kernels.projected_heads import load_sum, norm_halves, rotate_halves
 
 # Query heads of one key head are padded to the rows of a tensor core's tile.
 MIN_GROUP_ROWS = 16
-LOG2_E = 1.4426950408889634
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _load_sum(parts, place, inside, stride, SPLITS: tl.constexpr, dtype: tl.constexpr):
-    """Sum of the projection's parts, rounded as the projection itself would be."""
-    total = tl.load(parts + place, mask=inside, other=0.0).to(tl.float32)
-    for split in tl.static_range(1, SPLITS):
-        total += tl.load(parts + split * stride + place, mask=inside, other=0.0).to(tl.float32)
-    return total.to(dtype).to(tl.float32)
+def _norm_and_rotate(
+    first,
+    second,
+    weight,
+    inside,
+    cos,
+    sin,
+    eps,
+    HAS_NORM: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    if HAS_NORM:
+        first, second = norm_halves(first, second, weight, inside, eps, HEAD_DIM, dtype)
+    return rotate_halves(first, second, cos, sin, dtype)
 
 
 @triton.jit
-def _norm_halves(first, second, weight, half, inside, eps, HEAD_DIM: tl.constexpr, dtype: tl.constexpr):
-    """RMS norm over the last axis of a vector held as two halves."""
-    variance = (tl.sum(first * first, axis=-1) + tl.sum(second * second, axis=-1)) / HEAD_DIM
-    scale = tl.rsqrt(variance + eps)
-    if len(first.shape) == 2:
-        scale = scale[:, None]
-    weight_first = tl.load(weight + half, mask=inside, other=0.0).to(tl.float32)
-    weight_second = tl.load(weight + HEAD_DIM // 2 + half, mask=inside, other=0.0).to(tl.float32)
-    first = ((first * scale).to(dtype).to(tl.float32) * weight_first).to(dtype).to(tl.float32)
-    second = ((second * scale).to(dtype).to(tl.float32) * weight_second).to(dtype).to(tl.float32)
-    return first, second
+def _cached_places(table, offset, start, inside, PAGE: tl.constexpr, TOKEN_STRIDE: tl.constexpr):
+    """Where the keys of tokens `start` and following lie, `inside` [tokens] telling which of them there are."""
+    token = tl.arange(0, inside.shape[0])
+    if PAGE % inside.shape[0] == 0:
+        page = (tl.load(table + start // PAGE) + offset).to(tl.int64)
+        return (page * PAGE + start % PAGE) * TOKEN_STRIDE + token * TOKEN_STRIDE
+    pages = (tl.load(table + (start + token) // PAGE, mask=inside, other=0) + offset).to(tl.int64)
+    return (pages * PAGE + (start + token) % PAGE) * TOKEN_STRIDE
 
 
 @triton.jit
-def _rotate_halves(first, second, cos, sin, dtype: tl.constexpr):
-    """Rotary embedding of a vector held as two halves; each product is rounded before they are added."""
-    turned_first = (first * cos).to(dtype).to(tl.float32) - (second * sin).to(dtype).to(tl.float32)
-    turned_second = (second * cos).to(dtype).to(tl.float32) + (first * sin).to(dtype).to(tl.float32)
-    return turned_first.to(dtype), turned_second.to(dtype)
+def _attend_cached(
+    query,
+    best,
+    acc,
+    head_pages,
+    table,
+    offset,
+    num_cached,
+    new_slot,
+    scale_log2,
+    PAGE: tl.constexpr,
+    IS_RING: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """Go on with a softmax that knows one token, of score `best` and value `acc`, over the cached ones.
+
+    IS_RING: the new token may lie among them, in `new_slot`.
+    """
+    precision: tl.constexpr = "ieee" if EXACT else "tf32"
+    dim = tl.arange(0, query.shape[1])
+    total = tl.full([query.shape[0]], 1.0, tl.float32)
+    for start in tl.range(0, num_cached, BLOCK_N, num_stages=STAGES):
+        place = start + tl.arange(0, BLOCK_N)
+        inside = place < num_cached
+        if IS_RING:
+            inside = inside & (place != new_slot)
+        base = _cached_places(table, offset, start, inside, PAGE, TOKEN_STRIDE)
+        key_pointers = head_pages + base[:, None] + dim[None, :]
+        keys = tl.load(key_pointers, mask=inside[:, None], other=0.0)
+        scores = tl.dot(query, tl.trans(keys), input_precision=precision) * scale_log2
+        scores = tl.where(inside[None, :], scores, float("-inf"))
+        new_best = tl.maximum(best, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - new_best[:, None])
+        shrink = tl.exp2(best - new_best)
+        values = tl.load(key_pointers + PAGE * TOKEN_STRIDE, mask=inside[:, None], other=0.0)
+        acc = acc * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision=precision)
+        total = total * shrink + tl.sum(weights, axis=1)
+        best = new_best
+    return acc / total[:, None]
 
 
 @triton.jit
@@ -73,101 +119,98 @@ def _rotated_attention_kernel(
     EXACT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    precision: tl.constexpr = "ieee" if EXACT else "tf32"
-    row = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
-    group: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
-    all_heads: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
-    half_dim: tl.constexpr = HEAD_DIM // 2
+    row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    ALL_HEADS: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
+    HALF: tl.constexpr = HEAD_DIM // 2
+    TOKEN_STRIDE: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
     dtype: tl.constexpr = out.dtype.element_ty
-    lane = tl.arange(0, GROUP_ROWS)
-    half = tl.arange(0, half_dim)
-    dim = tl.arange(0, HEAD_DIM)
-    in_half = half < half_dim
-    in_group = lane < group
-    head = kv_head * group + lane
-    token_stride: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
-    page_stride: tl.constexpr = PAGE * token_stride
+    lane, half, dim = tl.arange(0, GROUP_ROWS), tl.arange(0, HALF), tl.arange(0, HEAD_DIM)
+    in_group, in_half, in_head = (lane < GROUP)[:, None], half < HALF, dim < HEAD_DIM
+    head = kv_head * GROUP + lane
 
     wait_for_predecessor(DEPENDENT)
     position = tl.load(positions + row)
     place_out = (row * NUM_HEADS + head)[:, None] * HEAD_DIM + dim[None, :]
     if position < 0:
         release_successor(DEPENDENT)
-        tl.store(out + place_out, tl.zeros([GROUP_ROWS, HEAD_DIM], dtype), mask=in_group[:, None])
+        tl.store(out + place_out, tl.zeros([GROUP_ROWS, HEAD_DIM], dtype), mask=in_group)
         return
-    stride = num_rows.to(tl.int64) * all_heads * HEAD_DIM
-    first_row = row * all_heads * HEAD_DIM
-    place_q = first_row + head[:, None] * HEAD_DIM + half[None, :]
-    place_k = first_row + (NUM_HEADS + kv_head) * HEAD_DIM + half
-    place_v = first_row + (NUM_HEADS + NUM_KV_HEADS + kv_head) * HEAD_DIM + dim
-    in_query = in_group[:, None] & in_half[None, :]
-    q_first = _load_sum(parts, place_q, in_query, stride, SPLITS, dtype)
-    q_second = _load_sum(parts, place_q + half_dim, in_query, stride, SPLITS, dtype)
-    k_first = _load_sum(parts, place_k, in_half, stride, SPLITS, dtype)
-    k_second = _load_sum(parts, place_k + half_dim, in_half, stride, SPLITS, dtype)
-    value = _load_sum(parts, place_v, dim < HEAD_DIM, stride, SPLITS, dtype)
-    if HAS_NORM:
-        q_first, q_second = _norm_halves(q_first, q_second, q_norm, half, in_half, eps, HEAD_DIM, dtype)
-        k_first, k_second = _norm_halves(k_first, k_second, k_norm, half, in_half, eps, HEAD_DIM, dtype)
+
+    stride = num_rows.to(tl.int64) * ALL_HEADS * HEAD_DIM
+    row_parts = parts + row * ALL_HEADS * HEAD_DIM
+    place_q = head[:, None] * HEAD_DIM + half[None, :]
+    place_k = (NUM_HEADS + kv_head) * HEAD_DIM + half
+    place_v = (NUM_HEADS + NUM_KV_HEADS + kv_head) * HEAD_DIM + dim
+    q_first = load_sum(row_parts, place_q, in_group, stride, SPLITS, dtype)
+    q_second = load_sum(row_parts, place_q + HALF, in_group, stride, SPLITS, dtype)
+    k_first = load_sum(row_parts, place_k, in_half, stride, SPLITS, dtype)
+    k_second = load_sum(row_parts, place_k + HALF, in_half, stride, SPLITS, dtype)
+    value = load_sum(row_parts, place_v, in_head, stride, SPLITS, dtype)
     angle = position.to(tl.int64) * HEAD_DIM + half
-    cos_half, sin_half = tl.load(cos + angle).to(tl.float32), tl.load(sin + angle).to(tl.float32)
-    q_first, q_second = _rotate_halves(q_first, q_second, cos_half[None, :], sin_half[None, :], dtype)
-    k_first, k_second = _rotate_halves(k_first, k_second, cos_half, sin_half, dtype)
+    cosines, sines = tl.load(cos + angle).to(tl.float32), tl.load(sin + angle).to(tl.float32)
+    q_first, q_second = _norm_and_rotate(
+        q_first,
+        q_second,
+        q_norm + half,
+        in_half,
+        cosines[None, :],
+        sines[None, :],
+        eps,
+        HAS_NORM,
+        HEAD_DIM,
+        dtype,
+    )
+    k_first, k_second = _norm_and_rotate(
+        k_first, k_second, k_norm + half, in_half, cosines, sines, eps, HAS_NORM, HEAD_DIM, dtype
+    )
 
     offset = tl.load(page_offset)
     table = block_table + row * table_width
     slot = position % WINDOW if WINDOW > 0 else position
     page = (tl.load(table + slot // PAGE) + offset).to(tl.int64)
-    target = page * page_stride + (slot % PAGE) * token_stride + kv_head * HEAD_DIM
-    tl.store(pages + target + half, k_first)
-    tl.store(pages + target + half_dim + half, k_second)
-    tl.store(pages + target + page_stride + dim, value.to(dtype))
+    head_pages = pages + kv_head * HEAD_DIM
+    target = head_pages + (page * PAGE + slot % PAGE) * TOKEN_STRIDE
+    tl.store(target + half, k_first)
+    tl.store(target + HALF + half, k_second)
+    tl.store(target + PAGE * TOKEN_STRIDE + dim, value.to(dtype))
 
     # The new token opens the online softmax from registers: what was just written need not be read.
-    scale_log2 = scale * 1.4426950408889634
+    scale_log2 = scale * LOG2_E
     new_score = tl.sum(q_first.to(tl.float32) * k_first.to(tl.float32)[None, :], axis=1)
     new_score += tl.sum(q_second.to(tl.float32) * k_second.to(tl.float32)[None, :], axis=1)
-    best = new_score * scale_log2
-    total = tl.full([GROUP_ROWS], 1.0, tl.float32)
-    acc = tl.zeros([GROUP_ROWS, HEAD_DIM], tl.float32) + value[None, :]
     query = tl.join(q_first, q_second).permute(0, 2, 1).reshape(GROUP_ROWS, HEAD_DIM)
     num_cached = tl.minimum(position, WINDOW) if WINDOW > 0 else position
-    token = tl.arange(0, BLOCK_N)
-    for start in tl.range(0, num_cached, BLOCK_N, num_stages=STAGES):
-        place = start + token
-        inside = place < num_cached
-        if WINDOW > 0:
-            inside = inside & (place != slot)
-        if PAGE % BLOCK_N == 0:
-            page = (tl.load(table + start // PAGE) + offset).to(tl.int64)
-            base = page * page_stride + (start % PAGE) * token_stride + kv_head * HEAD_DIM + token * token_stride
-        else:
-            page = (tl.load(table + place // PAGE, mask=inside, other=0) + offset).to(tl.int64)
-            base = page * page_stride + (place % PAGE) * token_stride + kv_head * HEAD_DIM
-        keys = tl.load(pages + base[:, None] + dim[None, :], mask=inside[:, None], other=0.0)
-        scores = tl.dot(query, tl.trans(keys), input_precision=precision) * scale_log2
-        scores = tl.where(inside[None, :], scores, float("-inf"))
-        new_best = tl.maximum(best, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - new_best[:, None])
-        shrink = tl.exp2(best - new_best)
-        values = tl.load(pages + base[:, None] + page_stride + dim[None, :], mask=inside[:, None], other=0.0)
-        acc = acc * shrink[:, None] + tl.dot(weights.to(dtype), values, input_precision=precision)
-        total = total * shrink + tl.sum(weights, axis=1)
-        best = new_best
+    attended = _attend_cached(
+        query,
+        new_score * scale_log2,
+        tl.zeros([GROUP_ROWS, HEAD_DIM], tl.float32) + value[None, :],
+        head_pages,
+        table,
+        offset,
+        num_cached,
+        slot,
+        scale_log2,
+        PAGE,
+        WINDOW > 0,
+        TOKEN_STRIDE,
+        BLOCK_N,
+        STAGES,
+        EXACT,
+    )
     release_successor(DEPENDENT)
-    tl.store(out + place_out, (acc / total[:, None]).to(dtype), mask=in_group[:, None])
+    tl.store(out + place_out, attended.to(dtype), mask=in_group)
 
 
 def rotated_paged_attention(
-    parts: torch.Tensor,
-    positions: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    norms: tuple[torch.Tensor, torch.Tensor] | None,
-    pages: torch.Tensor,
-    block_table: torch.Tensor,
-    page_offset: torch.Tensor,
+    parts: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    pages: Tensor,
+    block_table: Tensor,
+    page_offset: Tensor,
     *,
     eps: float,
     scaling: float,
@@ -176,7 +219,7 @@ def rotated_paged_attention(
     block_n: int,
     num_warps: int,
     num_stages: int,
-) -> torch.Tensor:
+) -> Tensor:
     """Return attention [rows, num_heads, head_dim] of the new tokens whose projection is the sum of `parts`.
 
     parts [splits, rows, (num_heads + 2 * num_kv_heads) * head_dim]; the rest as in `paged_decode_attention` and

@@ -1,69 +1,66 @@
-"""Chooses how a matrix product is cut, by its shape and what the device has; figures measured on an H200."""
+"""Chooses how fused kernels are cut, by their shapes and what the device has; figures measured on an H200."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
+from cbexp.engine.kernels.attention_tiles import DeviceLimits
 from cbexp.engine.kernels.decode_linear import LinearTile, block_rows
 
-# Shared memory that one program may take on the smallest cards served (compute capability 8.6, 8.9, 12.0).
-SMALL_SHARED_BYTES = 99 * 1024
 # Programs per multiprocessor below which the inner dimension is split.
-WANTED_PROGRAMS_EACH = 2.4
+WANTED_PROGRAMS_EACH = 1.2
+MAX_SPLITS = 8
+# Shares of the shared memory that the pipeline's buffers may take; the rest is the compiler's.
+LINEAR_SHARE, ATTENTION_SHARE = 0.9, 0.8
+MIN_BLOCK_K, MIN_BLOCK_TOKENS = 32, 16
 
 
-@cache
-def _device(index: int) -> tuple[int, int]:
-    """Multiprocessors, and bytes of shared memory a program may have."""
-    properties = torch.cuda.get_device_properties(index)
-    shared = getattr(properties, "shared_memory_per_block_optin", SMALL_SHARED_BYTES)
-    return properties.multi_processor_count, shared
+def choose_split_tile(
+    num_rows: int, weight_shape: torch.Size, itemsize: int, limits: DeviceLimits
+) -> LinearTile:
+    """For products of `num_rows` rows and a weight [out_features, in_features], summed by the kernel that follows."""
+    num_columns, num_inner = weight_shape
+    block_n, block_k = 64, 128 if num_inner >= 512 else 64
+    num_tiles = -(-num_columns // block_n)
+    splits = 1
+    while splits < MAX_SPLITS and num_tiles * splits < WANTED_PROGRAMS_EACH * limits.num_multiprocessors:
+        splits *= 2
+    tile = LinearTile(block_n, block_k, min(splits, max(1, num_inner // block_k)), num_stages=3)
+    return _fit(tile, block_n, num_rows, itemsize, limits)
 
 
-def fit_tile(tile: LinearTile, rows: int, weight_tiles: int, itemsize: int, shared_bytes: int) -> LinearTile:
-    """`tile`, with fewer stages and then a shorter inner block until its buffers fit `shared_bytes`."""
+def choose_gated_tile(num_rows: int, itemsize: int, limits: DeviceLimits) -> LinearTile:
+    """For gate and up, whose activation needs the whole product."""
+    tile = LinearTile(32, 128, num_stages=3)
+    return _fit(tile, 2 * tile.block_n, num_rows, itemsize, limits)
+
+
+def choose_head_tile(num_rows: int, itemsize: int, limits: DeviceLimits) -> LinearTile:
+    """For the language-model head, of which each tile keeps its maximum alone."""
+    tile = LinearTile(64, 128, num_stages=4)
+    return _fit(tile, tile.block_n, num_rows, itemsize, limits)
+
+
+def _fit(
+    tile: LinearTile, weight_rows: int, num_rows: int, itemsize: int, limits: DeviceLimits
+) -> LinearTile:
+    """`tile`, with fewer stages and then a shorter inner block until its buffers fit, or nothing is left to give."""
+    column_bytes = (weight_rows + block_rows(num_rows)) * itemsize
     stages, block_k = tile.num_stages, tile.block_k
-    while (weight_tiles * tile.block_n + rows) * block_k * itemsize * stages > shared_bytes * 0.9:
+    while column_bytes * block_k * stages > LINEAR_SHARE * limits.max_shared_bytes:
         if stages > 2:
             stages -= 1
-        elif block_k > 32:
+        elif block_k > MIN_BLOCK_K:
             block_k //= 2
         else:
             break
-    return LinearTile(tile.block_n, block_k, tile.splits, tile.num_warps, stages, tile.prefetch)
-
-
-def choose_split_tile(x: Tensor, weight: Tensor) -> LinearTile:
-    """For products whose parts are summed by the kernel that follows."""
-    num_multiprocessors, shared = _device(x.device.index)
-    num_columns, num_inner = weight.shape
-    num_tiles = -(-num_columns // 64)
-    splits = 1
-    while splits < 8 and num_tiles * splits < WANTED_PROGRAMS_EACH * num_multiprocessors / 2:
-        splits *= 2
-    block_k = 128 if num_inner >= 512 else 64
-    tile = LinearTile(64, block_k, min(splits, max(1, num_inner // block_k)), 4, 3)
-    return fit_tile(tile, block_rows(x.shape[0]), 1, x.itemsize, shared)
-
-
-def choose_gated_tile(x: Tensor, weight: Tensor) -> LinearTile:
-    """For gate and up, whose activation needs the whole product."""
-    _, shared = _device(x.device.index)
-    return fit_tile(LinearTile(32, 128, 1, 4, 3), block_rows(x.shape[0]), 2, x.itemsize, shared)
-
-
-def choose_head_tile(x: Tensor, weight: Tensor) -> LinearTile:
-    """For the language-model head, of which each tile keeps its maximum alone."""
-    _, shared = _device(x.device.index)
-    return fit_tile(LinearTile(64, 128, 1, 4, 4), block_rows(x.shape[0]), 1, x.itemsize, shared)
+    return replace(tile, block_k=block_k, num_stages=stages)
 
 
 @dataclass(frozen=True)
-class AttentionTile:
+class RotatedAttentionTile:
     """Cached tokens in one tile of the fused attention, and how it is run."""
 
     block_n: int
@@ -71,11 +68,16 @@ class AttentionTile:
     num_stages: int
 
 
-def choose_attention_tile(num_programs: int, pages: Tensor) -> AttentionTile:
+def choose_rotated_attention_tile(
+    num_programs: int, head_dim: int, itemsize: int, limits: DeviceLimits
+) -> RotatedAttentionTile:
     """Few programs take long tiles to keep memory busy; many do it together, and more of short ones fit at a time."""
-    num_multiprocessors, shared = _device(pages.device.index)
-    block_n = 128 if num_programs <= 4 * num_multiprocessors else 64
-    token_bytes = 2 * pages.shape[3] * pages.element_size()
-    while block_n > 16 and block_n * token_bytes * 2 > shared * 0.8:
+    block_n = 128 if num_programs <= 4 * limits.num_multiprocessors else 64
+    num_stages = 2
+    token_bytes = 2 * head_dim * itemsize
+    while (
+        block_n > MIN_BLOCK_TOKENS
+        and block_n * token_bytes * num_stages > ATTENTION_SHARE * limits.max_shared_bytes
+    ):
         block_n //= 2
-    return AttentionTile(block_n, 4, 2)
+    return RotatedAttentionTile(block_n, 4, num_stages)
