@@ -1,4 +1,4 @@
-"""The paged attention kernel in Triton's interpreter; `test_paged_attention_interpreted` runs this in its own process."""
+"""The paged attention kernel in Triton's interpreter; run by `test_paged_attention_interpreted`."""
 
 import numpy as np
 import pytest
