@@ -123,3 +123,31 @@ def test_a_cache_that_is_too_small_is_refused(buffers):
     with pytest.raises(EngineError, match=r"3 rows of 22 tokens do not fit in the cache.*9 blocks"):
         time_steps(runner, small, bucket=3)
     assert buffers.positions.tolist() == [-1] * 3
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_a_driver_gives_the_same_tokens_before_and_after(family, shared_model, make_prompts, make_driver):
+    driver = make_driver(shared_model(family), num_blocks=80, max_burst=8)
+
+    def run_round():
+        driver.add_requests(make_prompts((5, 17, 40)))
+        return [list(completion) for completion in driver.drive_until_empty().values()]
+
+    before = run_round()
+    seconds = driver.time_decode_steps(batch=4, context=50, num_steps=8, num_bursts=2)
+    assert len(seconds) == 2
+    assert all(0 < value < 5 for value in seconds)
+    assert run_round() == before
+
+
+def test_a_driver_without_a_cache_of_fixed_size_is_refused(shared_model, make_driver):
+    driver = make_driver(shared_model("qwen3"))
+    with pytest.raises(EngineError, match="num_blocks"):
+        driver.time_decode_steps(batch=1, context=4, num_steps=4, num_bursts=1)
+
+
+def test_a_closed_driver_times_nothing(shared_model, make_driver):
+    driver = make_driver(shared_model("qwen3"), num_blocks=20)
+    driver.close()
+    with pytest.raises(EngineError, match="closed"):
+        driver.time_decode_steps(batch=1, context=4, num_steps=4, num_bursts=1)
