@@ -115,12 +115,11 @@ def system_overrides(arguments: argparse.Namespace, system: str) -> tuple[str, .
 
 
 def model_folder(arguments: argparse.Namespace) -> Path:
-    return arguments.work_dir.resolve() / f"{arguments.model}_config"
+    return Path(arguments.work_dir.resolve(), f"{arguments.model}_config")
 
 
 def record_path(arguments: argparse.Namespace, task: Task) -> Path:
-    folder: Path = arguments.into / task.workload.name
-    return folder / f"{task.file_name}.json"
+    return Path(arguments.into, task.workload.name, f"{task.file_name}.json")
 
 
 def run_process(command: Sequence[str], environment: dict[str, str], stem: Path, timeout_s: float) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from benchmark_setup import StepSetUp, opened_for_steps, write_json
 from kernel_profile import KernelEvent, format_table, part_floors, summarize_kernels, summarize_layer
-from torch.autograd import DeviceType
+from torch.autograd.profiler_util import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from cbexp.engine import EngineError
