@@ -113,7 +113,8 @@ def _linear_kernel(
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.program_id(2) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     n_inside, row_inside = n < N, row < num_rows
-    K_EACH: tl.constexpr = tl.cdiv(tl.cdiv(K, SPLITS), BLOCK_K) * BLOCK_K
+    # Not by tl.cdiv, whose result is no constant to Triton 3.6.
+    K_EACH: tl.constexpr = ((K + SPLITS - 1) // SPLITS + BLOCK_K - 1) // BLOCK_K * BLOCK_K
     HAS_EDGE: tl.constexpr = K % (BLOCK_K * SPLITS) != 0
     acc = _multiply(
         x,
@@ -162,7 +163,7 @@ def _gate_up_kernel(
     n = tl.where(both < BLOCK_N, column, N + column)
     row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     row_inside = row < num_rows
-    K_EACH: tl.constexpr = tl.cdiv(K, BLOCK_K) * BLOCK_K
+    K_EACH: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K * BLOCK_K
     acc = _multiply(
         x,
         weight,
@@ -211,7 +212,7 @@ def _head_kernel(
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     n_inside, row_inside = n < N, row < num_rows
-    K_EACH: tl.constexpr = tl.cdiv(K, BLOCK_K) * BLOCK_K
+    K_EACH: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K * BLOCK_K
     acc = _multiply(
         x,
         weight,
