@@ -325,6 +325,11 @@ class CompileConfig:
             self._check_buckets(self.buckets)
         if self.mode != "auto":
             check_region(self.region, self.mode)
+        if self.region == "layer" and self.fusion == "layers":
+            raise ConfigError(
+                "compile.region=layer and compile.fusion=layers exclude each other: one compiles the model's own layers, "
+                "the other runs fused ones in their place. Set compile.region=model, or compile.fusion=projections."
+            )
 
     def _check_buckets(self, buckets: list[int]) -> None:
         if not buckets or buckets[0] < 1 or any(a >= b for a, b in itertools.pairwise(buckets)):

@@ -122,7 +122,7 @@ def test_two_runs_at_once_do_not_collide(tmp_path):
         (["modle=tiny"], 2, "model"),
         (["model=hf", "model.name_or_path=/no/such/folder"], 1, "/no/such/folder"),
         (["model=hf", "model.name_or_path=no/such-model"], 1, "no/such-model"),
-        (["compile=default"], 2, "driver=sync"),
+        (["compile=default", "driver=generate"], 2, "driver=generate"),
         (["compile=cuda_graph", "driver=manager"], 3, "CUDA graphs"),
         (["model.device=cuda"], 1, "CUDA"),
         (["dataset=jsonl", "dataset.path=missing.jsonl"], 1, "missing.jsonl"),

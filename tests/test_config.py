@@ -87,6 +87,10 @@ def test_default_experiment_is_whole_and_has_nothing_idle():
         (lambda: CompileConfig(buckets=[4, 4]), ["compile.buckets=[4,4]"]),
         (lambda: CompileConfig(buckets=[0, 4]), ["compile.buckets=[0,4]", "at least 1"]),
         (lambda: CompileConfig(buckets=[]), ["compile.buckets=[]"]),
+        (
+            lambda: CompileConfig("default", region="layer", fusion="layers"),
+            ["compile.region=layer", "compile.fusion=layers", "exclude each other"],
+        ),
         (lambda: CompileConfig(max_burst=0), ["compile.max_burst=0"]),
         (lambda: CompileConfig(cache_dir=""), ["compile.cache_dir is empty", "null"]),
         *(
