@@ -327,8 +327,8 @@ class CompileConfig:
             check_region(self.region, self.mode)
         if self.region == "layer" and self.fusion == "layers":
             raise ConfigError(
-                "compile.region=layer and compile.fusion=layers exclude each other: one compiles the model's own layers, "
-                "the other runs fused ones in their place. Set compile.region=model, or compile.fusion=projections."
+                "compile.region=layer and compile.fusion=layers exclude each other: one compiles the model's own "
+                "layers, the other runs fused ones instead. Set compile.region=model, or compile.fusion=projections."
             )
 
     def _check_buckets(self, buckets: list[int]) -> None:
