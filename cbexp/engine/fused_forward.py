@@ -43,7 +43,7 @@ class FusedForward:
 
         `batch`: the keyword arguments that transformers' batching hands to a model, tokens side by side.
         """
-        model, cache, kwargs = self._model, batch["cache"], dict(batch)
+        model, cache = self._model, batch["cache"]
         positions = batch["position_ids"][0]
         heads = [model.num_heads, model.num_kv_heads, model.num_kv_heads]
 
@@ -62,11 +62,19 @@ class FusedForward:
                 model.num_kv_heads,
             )
             query, key, value = (part.transpose(0, 1)[None] for part in qkv.split(heads, dim=1))
+            kwargs = dict(batch)  # the cache puts this layer's lengths in place of all
             key, value = cache.update(key, value, index, kwargs=kwargs)
             module = self._attention_modules[index]
             window = getattr(module, "sliding_window", None)
             attended, _ = attend(
-                module, query, key, value, None, scaling=model.scaling, sliding_window=window, **_lengths(kwargs)
+                module,
+                query,
+                key,
+                value,
+                None,
+                scaling=model.scaling,
+                sliding_window=window,
+                **_lengths(kwargs),
             )
             return attended.reshape(hidden.shape[0], -1)
 
