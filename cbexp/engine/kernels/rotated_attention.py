@@ -35,10 +35,12 @@ def _norm_and_rotate(
 
 
 @triton.jit
-def _cached_places(table, offset, start, inside, PAGE: tl.constexpr, TOKEN_STRIDE: tl.constexpr):
-    """Where the keys of tokens `start` and following lie, `inside` [tokens] telling which of them there are."""
-    token = tl.arange(0, inside.shape[0])
-    if PAGE % inside.shape[0] == 0:
+def _cached_places(
+    table, offset, start, inside, PAGE: tl.constexpr, TOKEN_STRIDE: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Where the keys of BLOCK_N tokens from `start` on lie; `inside` tells which of them there are."""
+    token = tl.arange(0, BLOCK_N)
+    if PAGE % BLOCK_N == 0:
         page = (tl.load(table + start // PAGE) + offset).to(tl.int64)
         return (page * PAGE + start % PAGE) * TOKEN_STRIDE + token * TOKEN_STRIDE
     pages = (tl.load(table + (start + token) // PAGE, mask=inside, other=0) + offset).to(tl.int64)
@@ -75,7 +77,7 @@ def _attend_cached(
         inside = place < num_cached
         if IS_RING:
             inside = inside & (place != new_slot)
-        base = _cached_places(table, offset, start, inside, PAGE, TOKEN_STRIDE)
+        base = _cached_places(table, offset, start, inside, PAGE, TOKEN_STRIDE, BLOCK_N)
         key_pointers = head_pages + base[:, None] + dim[None, :]
         keys = tl.load(key_pointers, mask=inside[:, None], other=0.0)
         scores = tl.dot(query, tl.trans(keys), input_precision=precision) * scale_log2
