@@ -1,6 +1,6 @@
 """The only importer of transformers' continuous-batching internals: builds a processor that is stepped by its caller.
 
-What it returns is upstream's own; `paged_engine` and `decode_requests` alone use it.
+What it returns is upstream's own; only the engine and the bursts use it, never the driver.
 """
 
 from __future__ import annotations

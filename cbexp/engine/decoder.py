@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import Tensor
@@ -12,11 +12,12 @@ from transformers import PreTrainedModel
 from cbexp.engine.batch_shapes import BatchShapes
 from cbexp.engine.burst import Burst, BurstRunner
 from cbexp.engine.cb_internals import PagedAttentionCache, build_page_pools
+from cbexp.engine.compile_modes import StepRunner, build_step_runner
+from cbexp.engine.compile_stats import CompileStats
 from cbexp.engine.decode_buffers import allocate_decode_buffers
 from cbexp.engine.decode_model import DecodeModel
 from cbexp.engine.fused_forward import FusedForward
 from cbexp.engine.row_upload import DecodeRow
-from cbexp.engine.step_runner import CompileStats, EagerStepRunner, StepRunner
 from cbexp.engine.step_timing import time_decode_steps
 from cbexp.engine.types import CompileRegion, EngineError, Fusion
 
@@ -30,6 +31,7 @@ class DecodeSettings:
     eos_token_ids: tuple[int, ...]
     mode: str
     region: CompileRegion
+    recompile_limit: int | None
     fusion: Fusion
 
 
@@ -45,17 +47,20 @@ class Decoder:
         self._pools = build_page_pools(cache, max_positions)
         self._buffers = allocate_decode_buffers(
             self._pools,
-            max_rows=settings.shapes.max_rows,
+            # One more than any batch has: a batch of all rows would be a program of its own (see `CompiledStep`).
+            max_rows=settings.shapes.max_rows + 1,
             max_burst=settings.max_burst,
             eos_token_ids=settings.eos_token_ids,
             device=model.device,
         )
+        self._callers_model = model
         self._model = DecodeModel(model, self._buffers.layers, settings.fusion, max_positions)
         self._bursts = BurstRunner(self._buffers, self._pools, settings.shapes)
         self._runner: StepRunner | None = None
 
     def begin(self) -> None:
         """Take the model over for a drive; what was compiled or captured from weights that have moved is dropped."""
+        self.interrupt()
         if self._model.begin():
             self._drop_runner()
         if self._runner is None:
@@ -78,6 +83,10 @@ class Decoder:
         """Wait for a burst; the tokens that each of its rows has made."""
         return self._bursts.collect(burst)
 
+    def interrupt(self) -> None:
+        """Something else than a burst runs now."""
+        self._bursts.idle.interrupt()
+
     def prefill(self, batch: dict[str, Any], num_rows: int) -> Tensor | None:
         """Next tokens of transformers' packed batch by fused kernels; None where the model's own code has to run it."""
         forward = self._model.forward
@@ -89,7 +98,7 @@ class Decoder:
             sizes = ", ".join(map(str, self.settings.shapes.sizes))
             raise EngineError(f"batch={batch} is no batch size of this engine: {sizes}.")
         assert self._runner is not None
-        self._bursts.prepare_size(batch)
+        self._runner.prepare(batch)
         return time_decode_steps(
             self._runner,
             self._buffers,
@@ -112,9 +121,10 @@ class Decoder:
         } | self._model.describe()
 
     @property
-    def stats(self) -> CompileStats:
-        """Of compiling and capturing for the weights as they lie now."""
-        return CompileStats() if self._runner is None else self._runner.stats
+    def stats(self) -> dict[str, Any]:
+        """`CompileStats` for the weights as they lie now, and the `device_idle_share` between bursts (None: no GPU)."""
+        stats = CompileStats() if self._runner is None else self._runner.stats
+        return asdict(stats) | {"device_idle_share": self._bursts.idle.share}
 
     def close(self) -> None:
         """Drop what was captured, and give every parameter its own storage back."""
@@ -127,6 +137,17 @@ class Decoder:
             runner.close()
 
     def _build_runner(self) -> StepRunner:
-        if self.settings.mode != "eager":
-            raise EngineError(f"decode mode {self.settings.mode} is not available yet: use eager.")
-        return EagerStepRunner(self._model.forward, self._buffers)
+        settings = self.settings
+        if settings.region == "layer" and self._model.fusion == "layers":
+            raise EngineError(
+                "compile_region='layer' compiles the model's own decoder layers, and fusion='layers' runs others in "
+                "their place: use compile_region='model', or fusion='none' or 'projections'."
+            )
+        return build_step_runner(
+            self._model.forward,
+            self._buffers,
+            settings.mode,
+            region=settings.region,
+            recompile_limit=settings.recompile_limit,
+            model=self._callers_model,
+        )

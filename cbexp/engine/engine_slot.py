@@ -24,7 +24,6 @@ from cbexp.engine.probe import probe_paged_forward
 from cbexp.engine.request_book import PromptGroup
 from cbexp.engine.settings import check_device, compile_mode_name
 from cbexp.engine.sizing import choose_safety_margin, count_blocks_needed, resolve_max_requests
-from cbexp.engine.step_runner import CompileStats
 from cbexp.engine.types import CBSyncConfig, EngineError
 
 
@@ -59,9 +58,9 @@ class EngineSlot:
         return {} if self._engine is None else self._engine.resolved
 
     @property
-    def compile_stats(self) -> CompileStats:
-        """The engine's; nothing before it is built."""
-        return CompileStats() if self._engine is None else self._engine.compile_stats
+    def compile_stats(self) -> dict[str, Any]:
+        """The engine's; empty before it is built."""
+        return {} if self._engine is None else self._engine.compile_stats
 
     def borrowed(self) -> AbstractContextManager[None]:
         """Lends the model to the engine for the body; see `borrowed_for_inference`."""
@@ -146,6 +145,7 @@ class EngineSlot:
             eos_token_ids=self._eos_token_ids,
             mode=compile_mode_name(config),
             region=config.compile_region,
+            recompile_limit=config.recompile_limit,
             fusion=config.fusion,
         )
 

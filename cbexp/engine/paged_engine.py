@@ -5,15 +5,15 @@ Requests in, tokens out, and a cache that is empty between drives.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from itertools import islice
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
 
-from cbexp.engine.burst_length import choose_burst_length
+from cbexp.engine.burst_step import run_burst
+from cbexp.engine.cache_state import cache_used_fraction, count_referenced_blocks, empty_cache
 from cbexp.engine.cb_internals import (
     ContinuousBatchingIOs,
     EngineSettings,
@@ -26,18 +26,12 @@ from cbexp.engine.cb_internals import (
     generated_ids,
     max_request_tokens,
 )
-from cbexp.engine.decode_requests import (
-    account_for_tokens,
-    build_rows,
-    remaining_tokens,
-    reserve_room,
-    start_decoding_last_tokens,
-)
+from cbexp.engine.compute_stream import on_compute_stream
+from cbexp.engine.decode_requests import start_decoding_last_tokens
 from cbexp.engine.decoder import Decoder, DecodeSettings
 from cbexp.engine.engine_step import EngineOutput, EngineStep
 from cbexp.engine.request_book import PromptGroup
 from cbexp.engine.scheduler import Admission
-from cbexp.engine.step_runner import CompileStats
 from cbexp.engine.types import EngineError, StepKind
 
 
@@ -74,26 +68,19 @@ class PagedEngine:
         return self._described | ({} if self._decoder is None else self._decoder.describe())
 
     @property
-    def compile_stats(self) -> CompileStats:
-        """What compiling and capturing came to so far."""
-        return CompileStats() if self._decoder is None else self._decoder.stats
+    def compile_stats(self) -> dict[str, Any]:
+        """What compiling and capturing came to so far, and the device's idle share; empty without bursts."""
+        return {} if self._decoder is None else self._decoder.stats
 
     @property
     def cache_used_fraction(self) -> float:
         """Share of the cache that requests reference, in [0, 1]; blocks kept for prefix matches count as free."""
-        kept_bytes = sum(
-            len(allocator.ledger.cached_blocks) * allocator.bytes_per_block
-            for allocator in self._cache.cache_allocators.values()
-        )
-        total_bytes = self._cache.num_sectors * self._cache.bytes_per_sector
-        free_bytes = self._cache.compute_free_capacity(relative=False)
-        return float((total_bytes - free_bytes - kept_bytes) / total_bytes)
+        return cache_used_fraction(self._cache)
 
     @property
     def num_referenced_blocks(self) -> int:
         """Block-table entries of live requests over all attention types; 0 when the cache is empty."""
-        tables = [allocator.block_table for allocator in self._cache.cache_allocators.values()]
-        return sum(len(blocks) for table in tables for blocks in table.values())
+        return count_referenced_blocks(self._cache)
 
     @property
     def read_trash(self) -> torch.Tensor:
@@ -151,7 +138,9 @@ class PagedEngine:
             if self._decoder is None:
                 return self._run_batch(model, "upstream")
             start_decoding_last_tokens(self._scheduler)
-            return self._run_prefill(model) or self._run_burst() or self._run_batch(model, "closed")
+            return (
+                self._run_prefill(model) or self._run_burst(self._decoder) or self._run_batch(model, "closed")
+            )
 
     def partial_completions(self) -> dict[str, tuple[int, ...]]:
         """Request id -> tokens so far, of every request that is queued, running, or in the batch of the last step."""
@@ -174,10 +163,7 @@ class PagedEngine:
         self._processor.offloading_manager.reset()
         self._scheduler.reset()
         self._reset_slots()
-        for allocator in self._cache.cache_allocators.values():
-            allocator.block_table.clear()
-            allocator.ledger.reset()
-        self._cache.pool.reset()
+        empty_cache(self._cache)
 
     def close(self) -> None:
         """Give the cache's memory back to the device. The engine is unusable afterwards."""
@@ -197,6 +183,8 @@ class PagedEngine:
         self._scheduler.admission = admission
         if not self._processor.prepare_next_batch():
             return None
+        if self._decoder is not None:
+            self._decoder.interrupt()
         batch: list[FutureRequestState] = list(self._inputs.requests_in_batch)
         kind, used_fraction = _step_kind(batch), self.cache_used_fraction
         self._run_forward(model)
@@ -211,60 +199,27 @@ class PagedEngine:
             cache_used_fraction=used_fraction,
         )
 
-    def _run_burst(self) -> EngineStep | None:
-        """Decode steps of the first requests that decode; None without any, or without room for one step of all."""
-        decoder = self._decoder
-        assert decoder is not None
-        decoding = self._scheduler.decoding_requests().values()
-        states = list(islice(decoding, decoder.settings.shapes.max_rows))
-        num_steps = (
-            reserve_room(self._cache, states, self._burst_length(states, decoder.settings)) if states else 0
-        )
-        if num_steps == 0:
+    def _run_burst(self, decoder: Decoder) -> EngineStep | None:
+        """Decode steps in a burst; None when nothing decodes, and without room for one step of all."""
+        burst = run_burst(decoder, self._cache, self._scheduler)
+        if burst is None:
             return None
-        used_fraction = self.cache_used_fraction
-        burst = decoder.submit(build_rows(self._cache, states), num_steps)
-        token_ids = decoder.collect(burst)
-        outputs = self._account_for_burst(states, token_ids)
-        num_tokens = sum(map(len, token_ids))
+        self._last_burst = burst.states
+        burst.account(self._cache, self._scheduler)
+        ended = [EngineOutput(self._caller_ids[s.request_id], generated_ids(s), None) for s in burst.finished]
+        request_ids = self._to_caller_ids(burst.states)
         return EngineStep(
             kind="decode",
-            num_tokens=num_tokens,
-            request_ids=self._to_caller_ids(states),
-            token_request_ids=self._to_caller_ids(states),
-            outputs=outputs,
+            num_tokens=burst.num_tokens,
+            request_ids=request_ids,
+            token_request_ids=request_ids,
+            outputs=(*self._take_outputs(), *ended),
             num_waiting=len(self._scheduler.waiting_requests),
-            cache_used_fraction=used_fraction,
-            num_steps=num_steps,
-            num_padding=burst.bucket * num_steps - num_tokens,
+            cache_used_fraction=burst.cache_used_fraction,
+            num_steps=burst.num_steps,
+            num_padding=burst.num_padding,
             bucket=burst.bucket,
         )
-
-    def _burst_length(self, states: list[RequestState], decode: DecodeSettings) -> int:
-        is_queue_empty = not self._scheduler.waiting_requests and len(states) == len(
-            self._scheduler.active_requests
-        )
-        return choose_burst_length(
-            [remaining_tokens(state) for state in states],
-            decode.shapes,
-            max_burst=decode.max_burst,
-            has_eos=bool(decode.eos_token_ids),
-            is_queue_empty=is_queue_empty,
-        )
-
-    def _account_for_burst(
-        self, states: list[RequestState], token_ids: list[list[int]]
-    ) -> tuple[EngineOutput, ...]:
-        self._last_burst = states
-        finished = [
-            state
-            for state, ids in zip(states, token_ids, strict=True)
-            if account_for_tokens(self._cache, self._scheduler, state, ids)
-        ]
-        ended = [
-            EngineOutput(self._caller_ids[state.request_id], generated_ids(state), None) for state in finished
-        ]
-        return (*self._take_outputs(), *ended)
 
     def _run_forward(self, model: PreTrainedModel) -> None:
         """Run the prepared batch, of which some rows may have no token.
@@ -305,23 +260,8 @@ class PagedEngine:
             for output in taken
         )
 
-    @contextmanager
-    def _on_compute_stream(self) -> Iterator[None]:
-        """Run a step on upstream's stream, after the caller's work (new weights) and before whatever follows it.
-
-        Upstream writes a batch's inputs on the current stream and reads them on its own with no event between the two.
-        """
-        stream = self._inputs.compute_stream
-        if stream is None:
-            yield
-            return
-        callers_stream = torch.cuda.current_stream(self._device)
-        stream.wait_stream(callers_stream)
-        try:
-            with torch.cuda.stream(stream):
-                yield
-        finally:
-            callers_stream.wait_stream(stream)
+    def _on_compute_stream(self) -> AbstractContextManager[None]:
+        return on_compute_stream(self._inputs.compute_stream, self._device)
 
     def _wait_for_device(self) -> None:
         stream = self._inputs.compute_stream

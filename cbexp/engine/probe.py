@@ -20,6 +20,7 @@ ONE_ROW = DecodeSettings(
     eos_token_ids=(),
     mode="eager",
     region="model",
+    recompile_limit=None,
     fusion="none",
 )
 

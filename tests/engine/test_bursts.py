@@ -10,8 +10,9 @@ import torch
 from cbexp.engine import EngineError
 from cbexp.engine.burst import BurstRunner
 from cbexp.engine.burst_length import ADMISSION_BURST, MIN_BURST, TAIL_BURST
+from cbexp.engine.burst_step import BurstStep
 from cbexp.engine.paged_engine import PagedEngine
-from cbexp.engine.step_runner import EagerStepRunner
+from cbexp.engine.step_loop import StepLoop
 
 SHAPES = ("natural", "buckets", "full")
 
@@ -196,7 +197,7 @@ def test_an_error_in_a_burst(shared_model, make_driver, prompts, reference, batc
     driver = make_driver(
         shared_model("qwen3"), max_new_tokens=30, max_burst=10, num_blocks=64, batch_shape=batch_shape
     )
-    owner = EagerStepRunner if where == "run" else BurstRunner
+    owner = StepLoop if where == "run" else BurstRunner
     original, calls = getattr(owner, where), []
 
     def fail_in_second(self, *args):
@@ -224,13 +225,13 @@ def test_completions_that_a_burst_has_ended_survive_an_interrupt(
 ):
     """Between the last row's account and the driver's book: not recorded yet, but not lost either."""
     driver = make_driver(shared_model("qwen3"), num_blocks=64)
-    original = PagedEngine._account_for_burst
+    original = BurstStep.account
 
-    def account_and_fail(engine, states, token_ids):
-        original(engine, states, token_ids)
+    def account_and_fail(burst, cache, scheduler):
+        original(burst, cache, scheduler)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(PagedEngine, "_account_for_burst", account_and_fail)
+    monkeypatch.setattr(BurstStep, "account", account_and_fail)
     driver.add_requests(prompts)
     with pytest.raises(KeyboardInterrupt):
         driver.drive_until_empty()
@@ -240,7 +241,7 @@ def test_completions_that_a_burst_has_ended_survive_an_interrupt(
 
 def test_warmup_prepares_every_size_once_the_largest_first(shared_model, make_driver, prompts, monkeypatch):
     prepared = []
-    monkeypatch.setattr(EagerStepRunner, "prepare", lambda self, bucket: prepared.append(bucket))
+    monkeypatch.setattr(StepLoop, "_make_ready", lambda self, bucket: prepared.append(bucket))
     driver = make_driver(shared_model("qwen3"), num_blocks=64, max_requests_per_batch=6)
     prepared.clear()  # of the probe
     driver.warmup()
@@ -251,19 +252,31 @@ def test_warmup_prepares_every_size_once_the_largest_first(shared_model, make_dr
 
 
 def test_without_warmup_a_size_is_prepared_when_it_comes(shared_model, make_driver, prompts, monkeypatch):
-    """With every row inactive, those of the last burst too: preparing runs steps."""
     prepared = []
-
-    def prepare(runner, bucket):
-        prepared.append((bucket, runner._buffers.positions.tolist()))
-
-    monkeypatch.setattr(EagerStepRunner, "prepare", prepare)
+    monkeypatch.setattr(StepLoop, "_make_ready", lambda self, bucket: prepared.append(bucket))
     driver = make_driver(shared_model("qwen3"), max_requests_per_batch=4)
     prepared.clear()
     driver.warmup()
     assert prepared == []
     drive(driver, prompts[:3], max_new_tokens=[20, 5, 30])
-    assert prepared == [(4, [-1] * 4), (2, [-1] * 4), (1, [-1] * 4)]
+    assert prepared == [4, 2, 1]
+
+
+def test_a_compiled_forward_says_the_same(new_model, make_driver, prompts, greedy):
+    """Over batch sizes, drives and a change of the weights without compiling again; weights that moved are noticed."""
+    model = new_model("qwen3")
+    settings = {"compile_mode": "default", "compile_region": "layer"}
+    driver = make_driver(model, **settings, num_blocks=64, max_requests_per_batch=4)
+    for _ in range(2):
+        assert drive(driver, prompts) == [greedy(model, prompt, 12) for prompt in prompts]
+        with torch.no_grad():
+            model.lm_head.weight.mul_(-1)
+    stats = driver.compile_stats
+    assert stats["programs"] > 0
+    assert (stats["recompiles"], stats["graph_breaks"]) == (0, 0)
+    with torch.no_grad():
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight * -0.5)
+    assert drive(driver, prompts) == [greedy(model, prompt, 12) for prompt in prompts]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "gemma3", "mistral", "gpt_oss"])
@@ -318,12 +331,7 @@ def test_an_eager_driver_has_compiled_nothing(shared_model, make_driver, prompts
     driver = make_driver(shared_model("qwen3"), num_blocks=64)
     driver.warmup()
     drive(driver, prompts)
-    assert driver.compile_stats == {
-        "graphs": 0,
-        "replays": 0,
-        "compile_s": 0.0,
-        "capture_s": 0.0,
-        "recompiles": 0,
-        "skipped_cudagraphs": 0,
-        "graph_breaks": 0,
-    }
+    stats = driver.compile_stats
+    assert stats.pop("device_idle_share") is None  # nothing to measure on a CPU
+    assert set(stats.values()) == {0}
+    assert make_driver(shared_model("qwen3"), attn_implementation="sdpa").compile_stats == {}
