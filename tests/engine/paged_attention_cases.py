@@ -37,18 +37,6 @@ class PagedCase:
         )
         return attend(*tensors, **self.options, **more), pages
 
-    def to(self, *args) -> "PagedCase":
-        """The same with its floating-point tensors moved or converted; indices are moved alone."""
-        device = next((arg for arg in args if not isinstance(arg, torch.dtype)), None)
-
-        def convert(value):
-            if not isinstance(value, torch.Tensor):
-                return value
-            return value.to(*args) if value.is_floating_point() else value.to(device)
-
-        tensors = {name: convert(value) for name, value in vars(self).items() if name != "options"}
-        return PagedCase(**tensors, options={name: convert(value) for name, value in self.options.items()})
-
 
 def build_case(
     positions,
