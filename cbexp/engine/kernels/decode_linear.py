@@ -90,7 +90,7 @@ def _multiply(
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _linear_kernel(
     x,
     weight,
@@ -141,7 +141,7 @@ def _linear_kernel(
     tl.store(out + place, acc.to(out.dtype.element_ty), mask=n_inside[:, None] & row_inside[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _gate_up_kernel(
     x,
     weight,
@@ -190,7 +190,7 @@ def _gate_up_kernel(
     tl.store(out + place, product.to(dtype), mask=(n_out < N)[:, None] & row_inside[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _head_kernel(
     x,
     weight,

@@ -45,7 +45,7 @@ def _embed_norm_kernel(
     tl.store(out + place, normed, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _add_norm_kernel(
     parts,
     residual,

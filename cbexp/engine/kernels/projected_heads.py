@@ -45,7 +45,7 @@ def rotate_halves(first, second, cos, sin, dtype: tl.constexpr):
     return turned_first.to(dtype), turned_second.to(dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _rotate_kernel(
     parts,
     positions,

@@ -92,7 +92,7 @@ def _attend_cached(
     return acc / total[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _rotated_attention_kernel(
     parts,
     positions,
