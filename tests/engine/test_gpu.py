@@ -34,6 +34,34 @@ def test_fp32_equals_generate(new_model, make_driver, prompts, greedy, family, s
         assert not driver._slot._engine.read_trash.any()
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"cuda_graph": True},
+        {"compile_mode": "default", "cuda_graph": True, "compile_region": "layer"},
+        {"compile_mode": "reduce-overhead"},
+        {"cuda_graph": True, "fusion": "projections"},
+        {"cuda_graph": True, "batch_shape": "full", "allow_block_sharing": True},
+    ],
+    ids=str,
+)
+def test_graphs_say_the_same(new_model, make_driver, prompts, greedy, settings):
+    """Warmed up or not, with forks whose pages are copied just before a burst, admission between bursts, and eviction."""
+    model = new_model("qwen3").cuda()
+    for num_blocks, is_warm in ((64, True), (24, False)):
+        driver = make_driver(model, max_requests_per_batch=6, num_blocks=num_blocks, **settings)
+        if is_warm:
+            driver.warmup()
+        for num_generations in (1, 3):
+            expected = [greedy(model, prompt, NUM_NEW) for prompt in prompts for _ in range(num_generations)]
+            driver.add_requests(prompts, num_generations=num_generations)
+            assert [c.completion_ids for c in driver.drive_until_empty().values()] == expected
+            assert not driver._slot._engine.read_trash.any()
+        assert driver.compile_stats["graphs"] > 0 or settings.get("compile_mode") == "reduce-overhead"
+        assert 0 <= driver.compile_stats["device_idle_share"] < 1
+        driver.close()
+
+
 def test_a_weight_update_on_the_callers_stream_is_seen(new_model, make_driver, prompts, greedy):
     """The engine works on a stream of its own, and must wait for what the trainer has just queued on another."""
     model = new_model("qwen3").cuda()
