@@ -198,6 +198,9 @@ def test_compiling_and_idleness_are_told_where_the_driver_knows_them(directory):
     words = print_completed(summary_of("eos", has_stats=True), directory).words
     assert "device idle 3.4 %" in words
     assert "compiled in 12.5 s, 9 graphs captured in 750 ms; 2 skipped cudagraphs; 1,234 replays" in words
+    without_graphs = STATS | {"graphs": 0, "replays": 0, "capture_s": 0.0, "skipped_cudagraphs": 0}
+    words = print_completed(summary_of("eos") | without_graphs, directory).words
+    assert "compiled in 12.5 s memory" in words
 
 
 def test_roofline_is_told_with_its_bandwidth(directory):

@@ -55,14 +55,15 @@ def has_compiled(stats: Mapping[str, Any]) -> bool:
 
 def describe_compilation(stats: Mapping[str, Any]) -> str:
     """Seconds of compiling and capturing, the graphs there are, and what should not have happened, if it did."""
-    text = f"in {format_seconds(stats['compile_s'])}, {stats['graphs']:,} graphs captured in "
-    text += format_seconds(stats["capture_s"])
+    parts = [f"in {format_seconds(stats['compile_s'])}"] if stats["compile_s"] else []
+    if stats["graphs"]:
+        parts.append(f"{stats['graphs']:,} graphs captured in {format_seconds(stats['capture_s'])}")
     troubles = [
         f"{stats[key]:,} {key.replace('_', ' ')}"
         for key in ("recompiles", "graph_breaks", "skipped_cudagraphs")
         if stats[key]
     ]
-    return "; ".join([text, *troubles])
+    return "; ".join([", ".join(parts), *troubles])
 
 
 def _describe_decoding(plan: Mapping[str, Any]) -> str:

@@ -158,7 +158,8 @@ def _bursts(summary: Summary) -> str:
 def _compilation(summary: Summary) -> tuple[str, str, str]:
     troubles = ("recompiles", "graph_breaks", "skipped_cudagraphs")
     style = "yellow" if any(summary[key] for key in troubles) else QUIET
-    return "compiled", f"{describe_compilation(summary)}; {summary['replays']:,} replays", style
+    replays = f"; {summary['replays']:,} replays" if summary["replays"] else ""
+    return "compiled", f"{describe_compilation(summary)}{replays}", style
 
 
 def _memory(summary: Summary) -> str:
