@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,21 +41,32 @@ class BurstRunner:
         self._is_cuda = buffers.outputs.device.type == "cuda"
         self._fetched = torch.empty_like(buffers.outputs, device="cpu", pin_memory=self._is_cuda)
         self._runner: StepRunner
+        self._check: Callable[[int], object]
+        self._prepared: set[int] = set()
         self.idle = DeviceIdle()
 
-    def use(self, runner: StepRunner) -> None:
-        """Run steps by `runner` from now on, over the same buffers."""
+    def use(self, runner: StepRunner, check: Callable[[int], object]) -> None:
+        """Run steps by `runner` from now on, over the same buffers; `check` each batch size once it is prepared."""
         self._runner = runner
+        self._check = check
+        self._prepared = set()
 
     def prepare(self) -> None:
-        """Compile or capture for every batch size, the largest first: smaller ones then fit in its memory."""
+        """Prepare every batch size, the largest first: smaller ones then fit in its memory."""
         for bucket in reversed(self._shapes.sizes):
+            self.prepare_size(bucket)
+
+    def prepare_size(self, bucket: int) -> None:
+        """Compile or capture for one batch size and check it, unless that is done; live rows are left as they are."""
+        if bucket not in self._prepared:
             self._runner.prepare(bucket)
+            self._check(bucket)
+            self._prepared.add(bucket)
 
     def submit(self, rows: Sequence[DecodeRow], num_steps: int) -> Burst:
         """Start `num_steps` decode steps over `rows`. Rows that end go inactive and stay so."""
         bucket = self._shapes.size_for(len(rows))
-        self._runner.prepare(bucket)
+        self.prepare_size(bucket)
         self._upload.upload(rows)
         start = self._record_event()
         self._runner.run(bucket, num_steps)

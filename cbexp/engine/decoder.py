@@ -17,7 +17,9 @@ from cbexp.engine.compile_stats import CompileStats
 from cbexp.engine.decode_buffers import allocate_decode_buffers
 from cbexp.engine.decode_model import DecodeModel
 from cbexp.engine.fused_forward import FusedForward
+from cbexp.engine.model_forward import ModelForward
 from cbexp.engine.row_upload import DecodeRow
+from cbexp.engine.self_check import check_bucket
 from cbexp.engine.step_timing import time_decode_steps
 from cbexp.engine.types import CompileRegion, EngineError, Fusion
 
@@ -33,6 +35,7 @@ class DecodeSettings:
     region: CompileRegion
     recompile_limit: int | None
     fusion: Fusion
+    self_check: bool
 
 
 class Decoder:
@@ -65,7 +68,7 @@ class Decoder:
             self._drop_runner()
         if self._runner is None:
             self._runner = self._build_runner()
-            self._bursts.use(self._runner)
+            self._bursts.use(self._runner, self._check_size)
 
     def end(self) -> None:
         """Give the modules back to the caller. Safe to call twice."""
@@ -98,7 +101,7 @@ class Decoder:
             sizes = ", ".join(map(str, self.settings.shapes.sizes))
             raise EngineError(f"batch={batch} is no batch size of this engine: {sizes}.")
         assert self._runner is not None
-        self._runner.prepare(batch)
+        self._bursts.prepare_size(batch)
         return time_decode_steps(
             self._runner,
             self._buffers,
@@ -118,6 +121,7 @@ class Decoder:
             "batch_shape": settings.shapes.policy,
             "buckets": list(settings.shapes.buckets),
             "max_burst": settings.max_burst,
+            "self_check": self._has_check,
         } | self._model.describe()
 
     @property
@@ -130,6 +134,25 @@ class Decoder:
         """Drop what was captured, and give every parameter its own storage back."""
         self._drop_runner()
         self._model.close()
+
+    @property
+    def _has_check(self) -> bool:
+        """Whether batch sizes are checked: what is neither compiled, captured nor fused is the reference itself."""
+        return self.settings.self_check and (self.settings.mode, self._model.fusion) != ("eager", "none")
+
+    def _check_size(self, bucket: int) -> None:
+        if not self._has_check:
+            return
+        assert self._runner is not None
+        check_bucket(
+            self._runner,
+            self._model.forward,
+            ModelForward(self._callers_model, self._buffers.layers),
+            self._buffers,
+            self._pools,
+            bucket=bucket,
+            mode=self.settings.mode,
+        )
 
     def _drop_runner(self) -> None:
         runner, self._runner = self._runner, None

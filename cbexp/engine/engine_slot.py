@@ -147,6 +147,7 @@ class EngineSlot:
             region=config.compile_region,
             recompile_limit=config.recompile_limit,
             fusion=config.fusion,
+            self_check=config.self_check,
         )
 
 

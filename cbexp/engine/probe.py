@@ -22,6 +22,7 @@ ONE_ROW = DecodeSettings(
     region="model",
     recompile_limit=None,
     fusion="none",
+    self_check=False,
 )
 
 

@@ -312,6 +312,43 @@ def test_fused_projections_say_the_same(new_model, make_driver, prompts, greedy,
     assert driver.resolved["fused_projections"]["num_fused_again"] > 0
 
 
+def test_a_step_that_computes_something_else_ends_the_run(
+    new_model, make_driver, prompts, greedy, monkeypatch
+):
+    """In warmup, and in a drive without one; with the check off, nobody notices."""
+    original = StepLoop.run
+
+    def run_wrongly(runner, bucket, num_steps):
+        original(runner, bucket, num_steps)
+        if bucket == 2:
+            runner._step._buffers.token_ids.add_(1)
+
+    model, settings = new_model("qwen3"), {"fusion": "projections", "max_requests_per_batch": 2}
+    monkeypatch.setattr(StepLoop, "run", run_wrongly)
+    driver = make_driver(model, num_blocks=64, **settings)
+    with pytest.raises(EngineError, match="Self-check of compile mode eager, batch of 2 rows"):
+        driver.warmup()
+    driver.add_requests(prompts)
+    with pytest.raises(EngineError, match="batch of 2 rows: the rows did not advance"):
+        driver.drive_until_empty()
+    expected = [greedy(model, prompt, 12) for prompt in prompts]
+    careless = make_driver(model, num_blocks=64, max_burst=1, self_check=False, **settings)
+    assert [len(tokens) for tokens in drive(careless, prompts)] == [12] * 7
+    monkeypatch.setattr(StepLoop, "run", original)
+    assert drive(driver, prompts) == expected
+
+
+def test_a_batch_size_is_checked_beside_live_requests(new_model, make_driver, prompts, greedy):
+    """Without warmup, smaller sizes are prepared while the cache is full of keys and values."""
+    model = new_model("gemma3")
+    limits = [40, 30, 20, 10, 5, 3, 2]
+    driver = make_driver(model, fusion="projections", num_blocks=70, page_size=16)
+    assert driver.resolved["self_check"]
+    tokens = drive(driver, prompts, max_new_tokens=limits)
+    assert tokens == [greedy(model, prompt, n) for prompt, n in zip(prompts, limits, strict=True)]
+    assert len({step.bucket for step in driver.steps}) > 3
+
+
 def test_steps_alone_are_timed_and_leave_nothing(shared_model, make_driver, prompts, reference):
     driver = make_driver(shared_model("qwen3"), num_blocks=64, max_requests_per_batch=4)
     seconds = driver.time_decode_steps(4, 50, 5, num_bursts=3)

@@ -46,7 +46,7 @@ def test_fp32_equals_generate(new_model, make_driver, prompts, greedy, family, s
     ids=str,
 )
 def test_graphs_say_the_same(new_model, make_driver, prompts, greedy, settings):
-    """Warmed up or not, with forks whose pages are copied just before a burst, admission between bursts, and eviction."""
+    """Warmed up or not, with forks copied just before a burst, admission between bursts, and eviction."""
     model = new_model("qwen3").cuda()
     for num_blocks, is_warm in ((64, True), (24, False)):
         driver = make_driver(model, max_requests_per_batch=6, num_blocks=num_blocks, **settings)
