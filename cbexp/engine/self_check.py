@@ -1,0 +1,192 @@
+"""Compares the decode step of one batch size, as it was compiled or captured, with the model's own eager forward.
+
+A wrong graph gives wrong tokens without a word; here it ends the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from cbexp.engine.check_rows import CheckRows
+from cbexp.engine.decode_buffers import DecodeBuffers
+from cbexp.engine.decode_step import DecodeForward, cut_rows
+from cbexp.engine.page_layout import PagePool
+from cbexp.engine.sampling import advance
+from cbexp.engine.types import EngineError
+
+# A mean over fewer rows is mostly noise; the maximum bounds those.
+MIN_ROWS_FOR_MEAN = 32
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """What rounding may do. Log-probabilities are of the reference's best token, in nats.
+
+    `cache`: of one row's new keys, or values, in one layer, relative to their length.
+    """
+
+    mean_logprob: float
+    max_logprob: float
+    cache: float
+
+
+TOLERANCES = {
+    torch.float32: Tolerance(mean_logprob=1e-4, max_logprob=1e-3, cache=1e-3),
+    torch.bfloat16: Tolerance(mean_logprob=0.01, max_logprob=0.3, cache=0.2),
+    torch.float16: Tolerance(mean_logprob=0.01, max_logprob=0.3, cache=0.2),
+}
+
+
+@dataclass(frozen=True)
+class SelfCheckResult:
+    """How far a batch size is from the reference, over its active rows; units as in `Tolerance`."""
+
+    bucket: int
+    num_rows: int
+    num_other_tokens: int
+    mean_logprob_error: float
+    max_logprob_error: float
+    max_cache_error: float
+
+
+class RunsSteps(Protocol):
+    """What is checked: a `StepRunner`, prepared for the bucket."""
+
+    def run(self, bucket: int, num_steps: int) -> None:
+        """Enqueue decode steps over the first `bucket` rows of the buffers on the current stream."""
+
+
+@torch.no_grad()
+def check_bucket(
+    runner: RunsSteps,
+    forward: DecodeForward,
+    reference: DecodeForward,
+    buffers: DecodeBuffers,
+    pools: Mapping[str, PagePool],
+    *,
+    bucket: int,
+    mode: str,
+    tolerance: Tolerance | None = None,
+) -> SelfCheckResult:
+    """Run one step of `bucket` rows three ways: eagerly by `reference`, by `forward`, and by `runner`.
+
+    Compared are the logits of both forwards, the runner's tokens, what each writes to the cache and where, and how the
+    runner's rows advance. Buffers and cache are as before afterwards, whatever they hold; `pools` are those that the
+    buffers were made for. `tolerance` None: that of the cache's dtype.
+
+    Raises:
+        EngineError: they differ by more than rounding does; the message has bucket, mode and error.
+    """
+    tolerance = tolerance or TOLERANCES[buffers.layers[0].pages.dtype]
+    check = _Check(buffers, CheckRows(buffers, pools, bucket), mode)
+    with check.rows.in_place():
+        logits, cache = check.run_forward(reference, "the reference")
+        own_logits, own_cache = check.run_forward(forward, "the forward")
+        tokens, run_cache = check.run_step(runner)
+    check.require_known(tokens, vocab_size=logits.shape[-1])
+    logprobs = logits.float().log_softmax(-1)
+    logprob_errors = _best_logprob_errors(logprobs, own_logits.float().log_softmax(-1))
+    # How much less likely than the best one each token is by the reference.
+    lag = logprobs.amax(-1) - logprobs.gather(1, tokens[:, None])[:, 0]
+    result = SelfCheckResult(
+        bucket=bucket,
+        num_rows=len(tokens),
+        num_other_tokens=int((lag > 0).sum()),
+        mean_logprob_error=float(logprob_errors.mean()),
+        max_logprob_error=float(logprob_errors.max()),
+        max_cache_error=max(_cache_error(cache, own_cache), _cache_error(cache, run_cache)),
+    )
+    check.require(result, float(lag.max()), tolerance)
+    return result
+
+
+class _Check:
+    """One bucket's check; `rows` must be in place while something runs."""
+
+    def __init__(self, buffers: DecodeBuffers, rows: CheckRows, mode: str) -> None:
+        self.rows = rows
+        self._mode = mode
+        self._buffers = buffers
+        self._cut = cut_rows(buffers, rows.bucket)
+        self._is_active = torch.tensor([p >= 0 for p in rows.positions], device=buffers.positions.device)
+
+    def run_forward(self, forward: DecodeForward, name: str) -> tuple[Tensor, list[Tensor]]:
+        """The active rows' logits, and what was written to the cache."""
+        self.rows.reset()
+        logits = forward.logits(self._cut.token_ids, self._cut.positions)[self._is_active]
+        self._require_kept_slots(name)
+        return logits, self.rows.read_new()
+
+    def run_step(self, runner: RunsSteps) -> tuple[Tensor, list[Tensor]]:
+        """The active rows' tokens int64, and what was written to the cache."""
+        self.rows.reset()
+        runner.run(self.rows.bucket, 1)
+        self._require_kept_slots("the step")
+        tokens, cache = self._cut.outputs[0].long(), self.rows.read_new()
+        self._require_advanced(tokens)
+        return tokens[self._is_active], cache
+
+    def require_known(self, tokens: Tensor, *, vocab_size: int) -> None:
+        """Raise for a token outside of the vocabulary."""
+        highest = int(tokens.max())
+        if highest >= vocab_size:
+            raise self._failure(f"token {highest} is not in the vocabulary of {vocab_size}")
+
+    def require(self, result: SelfCheckResult, max_lag: float, tolerance: Tolerance) -> None:
+        """Raise unless all errors are within `tolerance`; a NaN is not."""
+        has_mean = result.num_rows >= MIN_ROWS_FOR_MEAN
+        bounds = [
+            ("log-probabilities differ by up to", result.max_logprob_error, tolerance.max_logprob),
+            ("keys or values in the cache differ by up to", result.max_cache_error, tolerance.cache),
+            ("a token is less likely than the best by", max_lag, tolerance.max_logprob),
+        ]
+        if has_mean:
+            bounds.append(
+                ("log-probabilities differ on average by", result.mean_logprob_error, tolerance.mean_logprob)
+            )
+        for what, error, bound in bounds:
+            if not error <= bound:
+                raise self._failure(f"{what} {error:.4g}, where rounding makes {bound:g} at most")
+
+    def _require_kept_slots(self, name: str) -> None:
+        layer = self.rows.find_overwritten()
+        if layer is not None:
+            raise self._failure(f"{name} changed keys or values in layer {layer} that were not its to write")
+
+    def _require_advanced(self, tokens: Tensor) -> None:
+        """The rows' state after the step is what plain `advance` makes of its tokens."""
+        after = [tensor.clone() for tensor in self._state()]
+        self.rows.reset()
+        advance(self._cut, tokens.clamp(min=0))
+        for is_state, expected in zip(after, self._state(), strict=True):
+            if not torch.equal(is_state, expected):
+                raise self._failure("the rows did not advance as their tokens say")
+
+    def _state(self) -> Sequence[Tensor]:
+        cut = self._cut
+        return (cut.token_ids, cut.positions, cut.remaining, cut.outputs[:1], cut.step)
+
+    def _failure(self, what: str) -> EngineError:
+        return EngineError(
+            f"Self-check of compile mode {self._mode}, batch of {self.rows.bucket} rows: {what}. The decode step does "
+            "not compute what the model's own code does; run with another mode or fusion, or report this."
+        )
+
+
+def _best_logprob_errors(expected: Tensor, actual: Tensor) -> Tensor:
+    best = expected.argmax(-1, keepdim=True)
+    return (actual.gather(1, best) - expected.gather(1, best)).abs()[:, 0]
+
+
+def _cache_error(expected: Sequence[Tensor], actual: Sequence[Tensor]) -> float:
+    """Largest relative error of a row's keys or values; NaN when there is one anywhere."""
+    errors = [
+        ((a.float() - e.float()).flatten(2).norm(dim=-1) / e.float().flatten(2).norm(dim=-1)).max()
+        for e, a in zip(expected, actual, strict=True)
+    ]
+    return float(torch.stack(errors).max())

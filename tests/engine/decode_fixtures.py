@@ -1,0 +1,114 @@
+"""Decode steps without an engine: tiny models in the engine's attention, and buffers with rows at given positions."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from cbexp.engine.attention import ATTENTION_NAME
+from cbexp.engine.decode_buffers import allocate_decode_buffers
+from cbexp.engine.page_layout import PagePool
+
+VOCAB_SIZE = 61
+PAGE_SIZE = 8
+TABLE_WIDTH = 3
+SHAPE = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+WINDOW = 8
+
+
+def build_decode_model(family="qwen3", device="cpu"):
+    """A random model that runs the engine's attention; weights large enough for tokens to differ."""
+    model_class, config = {
+        "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SHAPE)),
+        "gemma2": (Gemma2ForCausalLM, Gemma2Config(**SHAPE, sliding_window=WINDOW)),
+    }[family]
+    torch.manual_seed(0)
+    model = model_class._from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.3)
+    model.config._attn_implementation = ATTENTION_NAME
+    return model.eval().to(device)
+
+
+def build_pools(num_blocks, *, family="qwen3", device="cpu", dtype=torch.float32):
+    """One allocation of random content, which pools share by sectors as in transformers' cache."""
+    kinds = {
+        "qwen3": {"full_attention": (0, 1, 2)},
+        "gemma2": {"sliding_attention": (0, 2), "full_attention": (1,)},
+    }[family]
+    pages_per_sector = math.lcm(*(2 * len(layers) for layers in kinds.values()))
+    num_sectors = 2 + sum(math.ceil(num_blocks * 2 * len(k) / pages_per_sector) for k in kinds.values())
+    generator = torch.Generator().manual_seed(1)
+    pages = torch.randn(num_sectors * pages_per_sector, PAGE_SIZE, 2, 8, generator=generator)
+    pages[:pages_per_sector] = 0
+    pages = pages.to(device, dtype)
+    return {
+        name: PagePool(
+            layers,
+            pages,
+            pages_per_block=2 * len(layers),
+            trash_page=pages_per_sector,
+            table_width=WINDOW // PAGE_SIZE if name == "sliding_attention" else TABLE_WIDTH,
+            window=WINDOW if name == "sliding_attention" else 0,
+        )
+        for name, layers in kinds.items()
+    }
+
+
+def build_buffers(max_rows, *, pools=None, family="qwen3", max_burst=8, eos_token_ids=(7,), **options):
+    """Buffers whose rows have blocks of their own and are all inactive."""
+    pools = pools or build_pools(max_rows * TABLE_WIDTH, family=family, **options)
+    device = next(iter(pools.values())).pages.device
+    buffers = allocate_decode_buffers(
+        pools, max_rows=max_rows, max_burst=max_burst, eos_token_ids=eos_token_ids, device=device
+    )
+    first_page = 2 * next(iter(pools.values())).trash_page
+    for name, pool in pools.items():
+        shape = (max_rows, pool.table_width)
+        blocks = torch.randperm(math.prod(shape), generator=torch.Generator().manual_seed(2)).view(shape)
+        buffers.block_tables[name].copy_(first_page + blocks * pool.pages_per_block)
+        taken = math.ceil(blocks.numel() * pool.pages_per_block / pool.trash_page)
+        first_page += taken * pool.trash_page
+        assert first_page <= len(pool.pages)
+    return buffers
+
+
+def set_rows(buffers, positions, remaining=9):
+    """Put rows at `positions`, the others to rest; the next burst begins."""
+    num_rows = len(positions)
+    buffers.step.zero_()
+    buffers.outputs.fill_(-1)
+    buffers.positions.fill_(-1)
+    buffers.positions[:num_rows].copy_(torch.tensor(positions, dtype=torch.int32))
+    buffers.token_ids.copy_(torch.arange(buffers.max_rows) * 5 % VOCAB_SIZE)
+    buffers.remaining.fill_(remaining)
+
+
+def state_of(buffers):
+    """All that steps may change, as copies."""
+    pages = {layer.pages.data_ptr(): layer.pages for layer in buffers.layers}
+    return [
+        tensor.clone()
+        for tensor in (
+            buffers.token_ids,
+            buffers.positions,
+            buffers.remaining,
+            buffers.outputs,
+            buffers.step,
+            *pages.values(),
+        )
+    ]
