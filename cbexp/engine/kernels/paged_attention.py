@@ -228,9 +228,8 @@ def _attend_kernel(
         total = total * shrink + tl.sum(weights, 1)
         highest = new_highest
 
-    # Nothing to attend to: an inactive row, or an empty split.
-    is_empty = total == 0
-    total = tl.where(is_empty, 1.0, total)
+    # Without anything to attend to, an inactive row or an empty split, all sums are zero.
+    total = tl.where(total == 0, 1.0, total)
     part = ((row * tl.num_programs(1) + kv_head) * GROUP + head) * num_splits + split
     tl.store(
         output + part[:, None] * HEAD_DIM + column[None, :],
@@ -238,9 +237,7 @@ def _attend_kernel(
         mask=in_group & in_head[None, :],
     )
     if log_sums is not None:
-        tl.store(
-            log_sums + part, tl.where(is_empty, float("-inf"), highest + tl.log2(total)), mask=head < GROUP
-        )
+        tl.store(log_sums + part, highest + tl.log2(total), mask=head < GROUP)
 
 
 @triton.jit
@@ -321,10 +318,9 @@ def _combine_kernel(
     wait_for_predecessor(DEPENDENT)
     parts = place * num_splits + split
     log_sum = tl.load(log_sums + parts, mask=split < num_splits, other=float("-inf"))
-    # Empty splits have minus infinity; all of them only where the row is inactive.
-    weight = tl.exp2(log_sum - tl.maximum(tl.max(log_sum, 0), LOWEST_LOGIT))
+    # An empty split has the lowest logit, and no weight beside another that is not.
+    weight = tl.exp2(log_sum - tl.max(log_sum, 0))
     mask = (weight != 0)[:, None] & (column < HEAD_DIM)[None, :]
     values = tl.load(partial + parts[:, None] * HEAD_DIM + column[None, :], mask=mask, other=0.0)
-    total = tl.sum(weight, 0)
-    result = tl.sum(weight[:, None] * values, 0) / tl.where(total == 0, 1.0, total)
+    result = tl.sum(weight[:, None] * values, 0) / tl.sum(weight, 0)
     tl.store(output + place * HEAD_DIM + column, result.to(output.dtype.element_ty), mask=column < HEAD_DIM)
