@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +16,8 @@ from cbexp.engine.page_layout import LayerPages
 
 # Takes normed hidden states [rows, hidden], a layer and its index; gives [rows, num_heads * head_dim].
 Attend = Callable[[Tensor, FusedLayer, int], Tensor]
+# What packed attention reads of a batch.
+LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 class FusedForward:
@@ -32,7 +35,8 @@ class FusedForward:
 
     def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """The next token of each row: int64 [rows] and int32 [rows] to int64 [rows]; writes the rows' pages."""
-        return ops.best_tokens(self._decode(token_ids, positions), self._model.head)
+        next_ids: Tensor = ops.best_tokens(self._decode(token_ids, positions), self._model.head)
+        return next_ids
 
     def logits(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """The same step up to its logits, [rows, vocabulary] in the model's dtype."""
@@ -43,71 +47,19 @@ class FusedForward:
 
         `batch`: the keyword arguments that transformers' batching hands to a model, tokens side by side.
         """
-        model, cache = self._model, batch["cache"]
-        positions = batch["position_ids"][0]
-        heads = [model.num_heads, model.num_kv_heads, model.num_kv_heads]
-
-        def attend_packed(hidden: Tensor, layer: FusedLayer, index: int) -> Tensor:
-            qkv = ops.rotated_projection(
-                hidden,
-                layer.qkv,
-                layer.qkv_bias,
-                positions,
-                model.cos,
-                model.sin,
-                layer.q_norm,
-                layer.k_norm,
-                model.eps,
-                model.num_heads,
-                model.num_kv_heads,
-            )
-            query, key, value = (part.transpose(0, 1)[None] for part in qkv.split(heads, dim=1))
-            kwargs = dict(batch)  # the cache puts this layer's lengths in place of all
-            key, value = cache.update(key, value, index, kwargs=kwargs)
-            module = self._attention_modules[index]
-            window = getattr(module, "sliding_window", None)
-            attended, _ = attend(
-                module,
-                query,
-                key,
-                value,
-                None,
-                scaling=model.scaling,
-                sliding_window=window,
-                **_lengths(kwargs),
-            )
-            return attended.reshape(hidden.shape[0], -1)
-
-        hidden = self._run(batch["input_ids"][0], attend_packed)
-        return ops.best_tokens(hidden[batch["logits_indices"][:num_rows]], model.head)
+        hidden = self._run(batch["input_ids"][0], partial(self._attend_packed, batch))
+        ends = batch["logits_indices"][:num_rows]
+        next_ids: Tensor = ops.best_tokens(hidden[ends], self._model.head)
+        return next_ids
 
     def _decode(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        def attend_paged(hidden: Tensor, layer: FusedLayer, index: int) -> Tensor:
-            model, pages = self._model, self._pages[index]
-            out: Tensor = ops.attend_new_token(
-                hidden,
-                layer.qkv,
-                layer.qkv_bias,
-                positions,
-                model.cos,
-                model.sin,
-                layer.q_norm,
-                layer.k_norm,
-                pages.pages,
-                pages.block_table,
-                pages.page_offset,
-                model.eps,
-                model.scaling,
-                pages.window,
-                model.num_heads,
-            )
-            return out
-
-        return self._run(token_ids, attend_paged)
+        return self._run(token_ids, partial(self._attend_paged, positions))
 
     def _run(self, token_ids: Tensor, attend_in: Attend) -> Tensor:
         """Final normed hidden states [rows, hidden]."""
         model = self._model
+        residual: Tensor
+        hidden: Tensor
         residual, hidden = ops.embed_norm(token_ids, model.embedding, model.first_norm, model.eps)
         for index, layer in enumerate(model.layers):
             attended = attend_in(hidden, layer, index)
@@ -116,11 +68,63 @@ class FusedForward:
             )
             gated = ops.gated_projection(hidden, layer.gate_up)
             residual, hidden = ops.project_add_norm(
-                gated, layer.down, layer.down_bias, residual, layer.next_norm, model.eps
+                gated, layer.down, None, residual, layer.next_norm, model.eps
             )
         return hidden
 
+    def _attend_paged(self, positions: Tensor, hidden: Tensor, layer: FusedLayer, index: int) -> Tensor:
+        model, pages = self._model, self._pages[index]
+        attended: Tensor = ops.attend_new_token(
+            hidden,
+            layer.qkv,
+            layer.qkv_bias,
+            positions,
+            model.cos,
+            model.sin,
+            layer.q_norm,
+            layer.k_norm,
+            pages.pages,
+            pages.block_table,
+            pages.page_offset,
+            model.eps,
+            model.scaling,
+            pages.window,
+            model.num_heads,
+        )
+        return attended
 
-def _lengths(kwargs: dict[str, Any]) -> dict[str, Any]:
-    names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-    return {name: kwargs[name] for name in names}
+    def _attend_packed(self, batch: dict[str, Any], hidden: Tensor, layer: FusedLayer, index: int) -> Tensor:
+        query, key, value = self._project_packed(batch["position_ids"][0], hidden, layer)
+        kwargs = dict(batch)  # the cache puts this layer's lengths in place of all
+        key, value = batch["cache"].update(key, value, index, kwargs=kwargs)
+        attended, _ = attend(
+            self._attention_modules[index],
+            query,
+            key,
+            value,
+            None,
+            scaling=self._model.scaling,
+            # Not the module's, which has none in Mistral: its code asks the config.
+            sliding_window=self._pages[index].window or None,
+            **{name: kwargs[name] for name in LENGTHS},
+        )
+        return attended.reshape(hidden.shape[0], -1)
+
+    def _project_packed(self, positions: Tensor, hidden: Tensor, layer: FusedLayer) -> list[Tensor]:
+        """Queries, keys and values as model code hands them to a cache: each [1, heads, tokens, head_dim]."""
+        model = self._model
+        qkv: Tensor = ops.rotated_projection(
+            hidden,
+            layer.qkv,
+            layer.qkv_bias,
+            positions,
+            model.cos,
+            model.sin,
+            layer.q_norm,
+            layer.k_norm,
+            model.eps,
+            model.num_heads,
+            model.num_kv_heads,
+        )
+        heads = [model.num_heads, model.num_kv_heads, model.num_kv_heads]
+        return [part.transpose(0, 1)[None] for part in qkv.split(heads, dim=1)]

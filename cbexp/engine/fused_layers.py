@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from cbexp.engine.fused_weights import FusedProjection, FusedWeights
+from cbexp.engine.projection_groups import find_projection_groups
 
 # Models whose decoder layer is: norm, q/k/v, (norm of each head,) rotary embedding, attention, o, residual; norm, gated
 # SiLU, residual. Told by class: a like name with another order of norms, or a scaled residual, would be wrong.
 FUSED_MODEL_CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 # Rotary embeddings whose angle depends on the position alone, not on the length of the sequence.
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+PLAIN_MODULES = (nn.Linear, nn.Embedding, nn.ModuleList)
+BIASED_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+SIZE_MULTIPLE = 16
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,6 @@ class FusedLayer:
     o_bias: Tensor | None
     gate_up: Tensor
     down: Tensor
-    down_bias: Tensor | None
     post_attention_norm: Tensor
     next_norm: Tensor
 
@@ -52,7 +55,6 @@ class FusedModel:
     eps: float
     num_heads: int
     num_kv_heads: int
-    head_dim: int
     scaling: float
 
 
@@ -82,7 +84,6 @@ def read_fused_model(model: PreTrainedModel, weights: FusedWeights, max_position
         eps=base.norm.variance_epsilon,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
-        head_dim=attention.head_dim,
         scaling=attention.scaling,
     )
     _mark_addresses_static(fused)
@@ -108,17 +109,12 @@ def _read_layer(
         q_norm=attention.q_norm.weight.data if hasattr(attention, "q_norm") else None,
         k_norm=attention.k_norm.weight.data if hasattr(attention, "k_norm") else None,
         o=attention.o_proj.weight.data,
-        o_bias=_bias(attention.o_proj),
+        o_bias=None if attention.o_proj.bias is None else attention.o_proj.bias.data,
         gate_up=gate_up.weight.data,
         down=mlp.down_proj.weight.data,
-        down_bias=_bias(mlp.down_proj),
         post_attention_norm=layer.post_attention_layernorm.weight.data,
         next_norm=next_norm,
     )
-
-
-def _bias(linear: nn.Linear) -> Tensor | None:
-    return None if linear.bias is None else linear.bias.data
 
 
 @torch.no_grad()
@@ -130,47 +126,53 @@ def _rotary_tables(base: Any, max_positions: int) -> tuple[Tensor, Tensor]:
 
 
 def _objections(model: PreTrainedModel) -> Iterator[str]:
+    """In an order in which each may rely on those before it."""
     name = type(model).__name__
     if name not in FUSED_MODEL_CLASSES or type(model).__module__.split(".")[0] != "transformers":
         yield f"{name} is not one of {', '.join(FUSED_MODEL_CLASSES)}"
-        return
-    config, base = model.config, model.model
-    rope_type = getattr(base.rotary_emb, "rope_type", None)
+    yield from _module_objections(model)
+    yield from _config_objections(model)
+    yield from _parameter_objections(model)
+
+
+def _module_objections(model: PreTrainedModel) -> Iterator[str]:
+    own_modules = (type(model).__module__, "transformers.activations")
+    for path, module in model.named_modules():
+        kind = type(module)
+        if kind not in PLAIN_MODULES and kind.__module__ not in own_modules:
+            qualified_name = f"{kind.__module__}.{kind.__qualname__}"
+            yield f"{path} is a {qualified_name} (an adapter, or quantised weights), not the model's own"
+        if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+            yield f"{path or 'the model'} has a hook or a replaced forward, which fused kernels would not run"
+
+
+def _config_objections(model: PreTrainedModel) -> Iterator[str]:
+    config, base = model.config, cast(Any, model.model)
+    rope_type = base.rotary_emb.rope_type
     if rope_type not in STATIC_ROPE_TYPES:
         yield f"its rotary embedding (rope_type={rope_type}) changes with the length of the sequence"
     if config.hidden_act != "silu":
         yield f"its activation is {config.hidden_act}, not silu"
-    # Weights of odd sizes would be read at unaligned addresses.
-    if config.hidden_size % 16 or config.intermediate_size % 16 or base.layers[0].self_attn.head_dim % 16:
-        yield "its hidden size, intermediate size or head size is not a multiple of 16"
-    yield from _module_objections(model)
+    sizes = {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "head_dim": base.layers[0].self_attn.head_dim,
+    }
+    for name, size in sizes.items():
+        # Rows of such weights would begin at unaligned addresses.
+        if size % SIZE_MULTIPLE:
+            yield f"its {name} ({size}) is not a multiple of {SIZE_MULTIPLE}"
 
 
-def _module_objections(model: PreTrainedModel) -> Iterator[str]:
-    linears = {id(m) for m in model.modules() if type(m) is nn.Linear}
-    for path, layer in model.model.layers.named_children():
-        attention, mlp = layer.self_attn, layer.mlp
-        names = ("q_proj", "k_proj", "v_proj", "o_proj")
-        parts = [(n, getattr(attention, n)) for n in names]
-        parts += [(n, getattr(mlp, n)) for n in ("gate_proj", "up_proj", "down_proj")]
-        for name, part in parts:
-            if id(part) not in linears:
-                yield f"{name} of layer {path} is a {type(part).__name__} (an adapter, or quantised weights)"
-                return
-        if mlp.gate_proj.bias is not None:
-            yield f"gate_proj of layer {path} has a bias"
-            return
-    if id(model.lm_head) not in linears or model.lm_head.bias is not None:
-        yield "its language-model head is not a plain nn.Linear without bias"
-    tensors = [*model.parameters()]
-    kinds = {str(t.dtype) for t in tensors}
-    if len(kinds) > 1:
-        yield f"its parameters differ in dtype: {', '.join(sorted(kinds))}"
-    yield from _hook_objections(model)
-
-
-def _hook_objections(model: PreTrainedModel) -> Iterator[str]:
-    for path, module in model.named_modules():
-        if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
-            yield f"{path or 'the model'} has a hook or a replaced forward, which fused kernels would not run"
-            return
+def _parameter_objections(model: PreTrainedModel) -> Iterator[str]:
+    for name, parameter in model.named_parameters():
+        if type(parameter) is not nn.Parameter:
+            yield f"{name} is a {type(parameter).__name__}, not a plain parameter"
+        if name.endswith("bias") and name.split(".")[-2] not in BIASED_PROJECTIONS:
+            yield f"{name} is a bias where fused kernels add none"
+    dtypes = {str(parameter.dtype) for parameter in model.parameters()}
+    if len(dtypes) > 1:
+        yield f"its parameters differ in dtype: {', '.join(sorted(dtypes))}"
+    _, unfused = find_projection_groups(model)
+    for name, reason in unfused.items():
+        yield f"{name} cannot be one product: {reason}"
