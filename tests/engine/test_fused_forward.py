@@ -1,0 +1,465 @@
+"""Fused layers on the CPU: the same tokens, logits and cache as the model's own code, and models that cannot run so."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from cbexp.engine import EngineError, engine_slot, fused_layers, fused_ops
+from cbexp.engine.attention import ATTENTION_NAME
+from cbexp.engine.decode_buffers import allocate_decode_buffers
+from cbexp.engine.fused_forward import FusedForward
+from cbexp.engine.fused_layers import read_fused_model, why_not_fused
+from cbexp.engine.fused_weights import FusedWeights
+from cbexp.engine.model_forward import ModelForward
+from cbexp.engine.page_layout import PagePool
+from cbexp.engine.sampling import advance
+from tests.engine.fused_kernel_cases import EPS, randn, rotary_tables
+
+NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, MAX_POSITIONS, PAGE_SIZE = 3, 2, 16, 64, 4
+SHAPE = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": NUM_KV_HEADS,
+    "head_dim": HEAD_DIM,
+    "max_position_embeddings": MAX_POSITIONS,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+SLIDING_AND_FULL = ["sliding_attention", "full_attention", "sliding_attention"]
+MODELS = {
+    "llama": ("Llama", {}),
+    "llama, a key head for each query head": ("Llama", {"num_attention_heads": 2}),
+    "llama with biases": ("Llama", {"attention_bias": True}),
+    "llama, tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama, rope of llama 3": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
+    "llama, linear rope": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+    ),
+    "qwen2": ("Qwen2", {}),
+    "qwen2, two kinds of layers": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 10, "layer_types": SLIDING_AND_FULL},
+    ),
+    "qwen3": ("Qwen3", {}),
+    "qwen3, tied, with yarn and biases": (
+        "Qwen3",
+        {"tie_word_embeddings": True, "rope_parameters": YARN_ROPE, "attention_bias": True},
+    ),
+    "mistral, sliding": ("Mistral", {"sliding_window": 12}),
+    "mistral, full": ("Mistral", {"sliding_window": None}),
+}
+# In float32, but for the order of sums.
+TOLERANCE = {"rtol": 1e-5, "atol": 2e-5}
+
+
+def build(family="Qwen3", **changes):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**(SHAPE | changes))
+    model = getattr(transformers, f"{family}ForCausalLM")._from_config(config)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            is_norm = name.endswith("norm.weight")
+            if parameter.dim() > 1 or name.endswith("bias") or is_norm:
+                parameter.normal_(1.0 if is_norm else 0.0, std=0.3, generator=generator)
+    return model.eval().requires_grad_(False)
+
+
+@pytest.fixture(params=MODELS.values(), ids=MODELS)
+def model(request):
+    family, changes = request.param
+    return build(family, **changes)
+
+
+@pytest.fixture
+def fuse():
+    """The fused forward of a model over `buffers`; the weights are taken apart after the test."""
+    fused_weights = []
+
+    def make(model, buffers):
+        assert why_not_fused(model) is None
+        weights = FusedWeights(model)
+        fused_weights.append(weights)
+        weights.refresh()
+        fused = read_fused_model(model, weights, MAX_POSITIONS)
+        return FusedForward(fused, buffers.layers, tuple(layer.self_attn for layer in model.model.layers))
+
+    yield make
+    for weights in fused_weights:
+        weights.close()
+
+
+def layer_windows(config):
+    """Of each layer, as transformers' cache and model code read the config."""
+    window = getattr(config, "sliding_window", None) or 0
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        return [window] * NUM_LAYERS
+    return [window if kind == "sliding_attention" else 0 for kind in types]
+
+
+def build_buffers(model, num_rows, max_burst):
+    """Every slot holds NaN; blocks are shuffled among the rows."""
+    windows = layer_windows(model.config)
+    pools = {}
+    for window in sorted(set(windows)):
+        layers = tuple(index for index, own in enumerate(windows) if own == window)
+        width = -(-min(MAX_POSITIONS, window or MAX_POSITIONS) // PAGE_SIZE)
+        pages_per_block = 2 * len(layers)
+        shape = ((num_rows * width + 1) * pages_per_block, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM)
+        pages = torch.full(shape, float("nan"), dtype=model.dtype)
+        pools[str(window)] = PagePool(layers, pages, pages_per_block, 0, width, window)
+    buffers = allocate_decode_buffers(
+        pools,
+        max_rows=num_rows,
+        max_burst=max_burst,
+        eos_token_ids=(),
+        device=torch.device("cpu"),
+    )
+    generator = torch.Generator().manual_seed(2)
+    for name, pool in pools.items():
+        blocks = 1 + torch.randperm(num_rows * pool.table_width, generator=generator)
+        buffers.block_tables[name].copy_((blocks * pool.pages_per_block).view(num_rows, pool.table_width))
+    return buffers
+
+
+def assert_same_pages(buffers, others):
+    for layer, other in zip(buffers.layers, others.layers, strict=True):
+        torch.testing.assert_close(layer.pages, other.pages, **TOLERANCE, equal_nan=True)
+
+
+# Decode
+
+
+@torch.no_grad()
+def test_decode_steps_equal_the_models_own_code(model, fuse):
+    """Rows of one token that grow past every window; one of them ends early, one was never there."""
+    num_rows, num_steps = 5, 30
+    model.config._attn_implementation = ATTENTION_NAME
+    own_buffers, fused_buffers = (build_buffers(model, num_rows, num_steps) for _ in range(2))
+    own = ModelForward(model, own_buffers.layers)
+    fused = fuse(model, fused_buffers)
+    for buffers in (own_buffers, fused_buffers):
+        buffers.token_ids.copy_(torch.tensor([3, 96, 0, 41, 7]))
+        buffers.positions.copy_(torch.tensor([0, 0, -1, 0, 0]))
+        buffers.remaining.copy_(torch.tensor([99, 99, 99, 6, 99]))
+    # The last row is beyond the batch.
+    rows = slice(0, 4)
+    for _ in range(num_steps):
+        token_ids, positions = own_buffers.token_ids[rows], own_buffers.positions[rows]
+        is_active = positions >= 0
+        expected = own.logits(token_ids, positions)
+        logits = fused.logits(fused_buffers.token_ids[rows], fused_buffers.positions[rows])
+        torch.testing.assert_close(logits[is_active], expected[is_active], **TOLERANCE)
+        advance(own_buffers, expected.argmax(-1))
+        advance(fused_buffers, fused(fused_buffers.token_ids[rows], fused_buffers.positions[rows]))
+        assert fused_buffers.token_ids.equal(own_buffers.token_ids)
+    assert fused_buffers.outputs.equal(own_buffers.outputs)
+    assert len(own_buffers.outputs.unique()) > 8, "a model that repeats itself tests nothing"
+    assert (own_buffers.outputs[:, 3] >= 0).sum() == 6
+    assert_same_pages(fused_buffers, own_buffers)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_is_as_close_as_the_models_own_code(dtype, fuse):
+    model = build("Qwen3")
+    model.config._attn_implementation = ATTENTION_NAME
+    inputs = torch.tensor([3, 96, 0]), torch.zeros(3, dtype=torch.int32)
+    exact = ModelForward(model, build_buffers(model, 3, 1).layers).logits(*inputs)
+    model.to(dtype)
+    own_error = ModelForward(model, build_buffers(model, 3, 1).layers).logits(*inputs) - exact
+    buffers = build_buffers(model, 3, 1)
+    logits = fuse(model, buffers).logits(*inputs)
+    assert logits.dtype == dtype
+    assert (logits - exact).abs().mean() <= 1.25 * own_error.abs().mean()
+
+
+@torch.no_grad()
+def test_weights_written_in_place_are_read_at_the_next_step(fuse):
+    model = build("Llama")
+    model.config._attn_implementation = ATTENTION_NAME
+    inputs = torch.tensor([3, 96]), torch.zeros(2, dtype=torch.int32)
+    own_buffers, fused_buffers = (build_buffers(model, 2, 1) for _ in range(2))
+    own, fused = ModelForward(model, own_buffers.layers), fuse(model, fused_buffers)
+    before = fused.logits(*inputs)
+    for parameter in model.parameters():
+        parameter.mul_(0.5)
+    after = fused.logits(*inputs)
+    assert not torch.allclose(before, after)
+    torch.testing.assert_close(after, own.logits(*inputs), **TOLERANCE)
+    assert_same_pages(fused_buffers, own_buffers)
+
+
+def test_the_weights_are_not_copied(fuse):
+    model = build("Qwen2")
+    fused = fuse(model, build_buffers(model, 1, 1))._model
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    held = [fused.embedding, fused.first_norm, fused.head]
+    held += [value for layer in fused.layers for value in vars(layer).values() if value is not None]
+    assert {tensor.untyped_storage().data_ptr() for tensor in held} == parameters
+
+
+# Whole drives: prompts through transformers' batches, then bursts
+
+
+@pytest.fixture
+def make_driver_anywhere(make_driver, monkeypatch):
+    """Users are told to use fused layers on CUDA alone; plain torch computes the same."""
+    monkeypatch.setattr(engine_slot, "check_device", lambda config, device_type: None)
+    return make_driver
+
+
+def test_prompts_and_bursts_equal_generate(model, make_driver_anywhere, make_prompts, greedy):
+    """Prompts of several batches, beyond every window, more than fit at once."""
+    prompts = make_prompts((1, 7, 16, 17, 40, 25))
+    expected = [greedy(model, prompt, 12) for prompt in prompts]
+    driver = make_driver_anywhere(model, fusion="layers", max_batch_tokens=24, max_requests_per_batch=4)
+    ids = driver.add_requests(prompts)
+    completions = driver.drive_until_empty()
+    assert driver.resolved["fusion"] == "layers"
+    assert [tuple(completions[i].completion_ids) for i in ids] == expected
+    assert {step.kind for step in driver.steps} >= {"prefill", "decode"}
+
+
+def test_a_drive_asks_nothing_of_the_models_own_code(make_driver_anywhere, make_prompts, monkeypatch):
+    model = build("Qwen3")
+    driver = make_driver_anywhere(model, fusion="layers", num_blocks=20, self_check=False)
+    driver.add_requests(make_prompts((5, 9)))
+
+    def fail(*args, **kwargs):
+        raise AssertionError("the model's own layer has run")
+
+    monkeypatch.setattr(type(model.model.layers[0]), "forward", fail)
+    completions = driver.drive_until_empty()
+    assert [len(completion) for completion in completions.values()] == [12, 12]
+
+
+# Tracing
+
+
+@torch.no_grad()
+def test_traced_as_one_graph_for_all_batch_sizes(fuse):
+    model = build("Qwen3")
+    graphs = []
+
+    def backend(graph, example_inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    plain_buffers, compiled_buffers = (build_buffers(model, 6, 1) for _ in range(2))
+    plain, traced = fuse(model, plain_buffers), fuse(model, compiled_buffers)
+    torch._dynamo.reset()
+    compiled = torch.compile(traced.__call__, fullgraph=True, backend=backend)
+    for num_rows in (2, 3, 6):
+        token_ids = torch.arange(num_rows) + 11
+        positions = torch.arange(num_rows, dtype=torch.int32) % 2 - 1
+        for tensor in (token_ids, positions):
+            torch._dynamo.mark_dynamic(tensor, 0)
+        assert compiled(token_ids, positions).equal(plain(token_ids, positions))
+    assert len(graphs) == 1
+    assert_same_pages(compiled_buffers, plain_buffers)
+    targets = [node.target for node in graphs[0].graph.nodes if node.op == "call_function"]
+    assert sum("cbexp" in str(target) for target in targets) == 2 + 4 * NUM_LAYERS
+    torch._dynamo.reset()
+
+
+HIDDEN, HEADS = 32, 4
+WIDTH = (HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
+X, QKV, NORM = randn(3, HIDDEN), randn(WIDTH, HIDDEN, seed=1), torch.ones(HIDDEN)
+HEAD_NORM, BIAS, POSITIONS = torch.ones(HEAD_DIM), randn(WIDTH), torch.tensor([5, -1, 0], dtype=torch.int32)
+ROTARY = rotary_tables(8, HEAD_DIM, torch.float32)
+ROTATED = (X, QKV, BIAS, POSITIONS, *ROTARY, HEAD_NORM, HEAD_NORM)
+PAGES = (randn(9, 4, NUM_KV_HEADS, HEAD_DIM), torch.arange(6, dtype=torch.int32).view(3, 2) % 4 * 2)
+OPERATORS = {
+    "embed_norm": (torch.tensor([1, 5, 0]), randn(7, HIDDEN), NORM, EPS),
+    "rotated_projection": (*ROTATED, EPS, HEADS, NUM_KV_HEADS),
+    "attend_new_token": (*ROTATED, *PAGES, torch.tensor(1, dtype=torch.int32), EPS, 0.25, 0, HEADS),
+    "project_add_norm": (X, randn(HIDDEN, HIDDEN), NORM, X, NORM, EPS),
+    "gated_projection": (X, randn(80, HIDDEN)),
+    "best_tokens": (X, randn(97, HIDDEN)),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators_declare_what_they_do(name):
+    """Shapes, mutations and aliases, as torch checks them."""
+    torch.library.opcheck(
+        getattr(fused_ops, name), OPERATORS[name], test_utils=("test_schema", "test_faketensor")
+    )
+
+
+# Models that cannot run so
+
+
+def with_lora():
+    config = LoraConfig(r=2, target_modules=["o_proj"], task_type="CAUSAL_LM")
+    return get_peft_model(build(), config).base_model.model
+
+
+def with_saved_head():
+    config = LoraConfig(
+        r=2,
+        target_modules=["o_proj"],
+        modules_to_save=["lm_head"],
+        layers_to_transform=[0],
+        task_type="CAUSAL_LM",
+    )
+    return get_peft_model(build(), config).base_model.model
+
+
+def quantised():
+    from torch.ao.quantization import quantize_dynamic
+
+    return quantize_dynamic(build("Llama"), {nn.Linear}, dtype=torch.qint8)
+
+
+def changed(change, family="Qwen3", **changes):
+    def make():
+        model = build(family, **changes)
+        change(model, model.model.layers[1])
+        return model
+
+    return make
+
+
+def own_linear(model, layer):
+    class Scaled(nn.Linear):
+        def forward(self, input):
+            return 2 * super().forward(input)
+
+    layer.mlp.down_proj = Scaled(48, 32, bias=False)
+
+
+def own_norm(model, layer):
+    layer.input_layernorm = nn.RMSNorm(32)
+
+
+def forward_hook(model, layer):
+    layer.self_attn.register_forward_hook(lambda module, args, output: output)
+
+
+def forward_pre_hook(model, layer):
+    model.model.norm.register_forward_pre_hook(lambda module, args: args)
+
+
+def replaced_forward(model, layer):
+    layer.mlp.forward = lambda x: x
+
+
+def one_in_float64(model, layer):
+    layer.mlp.up_proj.to(torch.float64)
+
+
+def norms_in_float32(model, layer):
+    model.to(torch.bfloat16)
+    model.model.norm.to(torch.float32)
+
+
+def other_parameter(model, layer):
+    class Packed(nn.Parameter):
+        pass
+
+    layer.self_attn.o_proj.weight = Packed(layer.self_attn.o_proj.weight)
+
+
+def head_with_bias(model, layer):
+    model.lm_head = nn.Linear(32, 97)
+
+
+def bias_of_up(model, layer):
+    layer.mlp.up_proj.bias = nn.Parameter(torch.zeros(48))
+
+
+def some_biases(model, layer):
+    layer.self_attn.k_proj.bias = nn.Parameter(torch.zeros(NUM_KV_HEADS * HEAD_DIM))
+
+
+def tied_projections(model, layer):
+    layer.self_attn.k_proj.weight = layer.self_attn.v_proj.weight
+
+
+class Qwen3ForCausalLM(transformers.Qwen3ForCausalLM):
+    """Another model by the same name."""
+
+
+def same_name():
+    return Qwen3ForCausalLM._from_config(transformers.Qwen3Config(**SHAPE))
+
+
+REFUSED = {
+    "gemma 2": (lambda: build("Gemma2"), "Gemma2ForCausalLM is not one of LlamaForCausalLM"),
+    "the same name": (same_name, "Qwen3ForCausalLM is not one of"),
+    "lora": (with_lora, r"o_proj is a peft\.tuners\.lora\.layer\.Linear \(an adapter"),
+    "a head that is trained beside lora": (with_saved_head, r"is a peft\."),
+    "quantised": (quantised, r"is a torch\.ao\..*Linear \(an adapter, or quantised"),
+    "a linear layer of another kind": (changed(own_linear), r"layers\.1\.mlp\.down_proj is a .*Scaled"),
+    "a norm of another kind": (changed(own_norm), r"input_layernorm is a torch\.nn\.modules\.normalization"),
+    "a hook": (changed(forward_hook), r"layers\.1\.self_attn has a hook"),
+    "a hook before": (changed(forward_pre_hook), r"model\.norm has a hook"),
+    "a forward": (changed(replaced_forward), r"layers\.1\.mlp has a hook or a replaced forward"),
+    "dynamic rope": (
+        lambda: build(
+            "Llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
+        ),
+        r"rope_type=dynamic\) changes with the length",
+    ),
+    "gelu": (lambda: build(hidden_act="gelu"), "its activation is gelu"),
+    "odd sizes": (lambda: build(intermediate_size=40), r"its intermediate_size \(40\) is not a multiple"),
+    "odd heads": (lambda: build(head_dim=8), r"its head_dim \(8\) is not a multiple of 16"),
+    "biases in the mlp": (lambda: build("Llama", mlp_bias=True), r"mlp\.gate_proj\.bias is a bias where"),
+    "one bias in the mlp": (changed(bias_of_up), r"layers\.1\.mlp\.up_proj\.bias is a bias"),
+    "one bias in attention": (changed(some_biases), "only some of the projections have a bias"),
+    "a bias of the head": (changed(head_with_bias), r"lm_head\.bias is a bias"),
+    "a weight in float64": (changed(one_in_float64), "differ in dtype: torch.float32, torch.float64"),
+    "norms in float32": (changed(norms_in_float32), "differ in dtype: torch.bfloat16, torch.float32"),
+    "a parameter of another kind": (changed(other_parameter), r"o_proj\.weight is a Packed"),
+    "projections that share a weight": (changed(tied_projections), "is shared with another parameter"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_fused_is_told_why(name):
+    make, reason = REFUSED[name]
+    told = why_not_fused(make())
+    assert told is not None
+    with pytest.raises(ValueError, match=reason):
+        raise ValueError(told)
+
+
+def test_a_driver_that_is_to_fuse_what_cannot_be_fused_refuses(make_driver_anywhere):
+    with pytest.raises(EngineError, match=r"fusion='layers' is impossible: its activation is gelu"):
+        make_driver_anywhere(build(hidden_act="gelu"), fusion="layers", num_blocks=20).warmup()
+
+
+def test_every_field_of_a_layer_is_a_tensor_of_the_model():
+    """What `read_fused_model` marks as static and what graphs bake in."""
+    annotations = inspect.get_annotations(fused_layers.FusedLayer, eval_str=True)
+    assert set(annotations.values()) <= {torch.Tensor, torch.Tensor | None}
