@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from cbexp.engine.compile_stats import CompileStats
-from cbexp.engine.compiled_layers import LayerCompiledStep, find_decoder_layers
-from cbexp.engine.compiled_step import CompiledStep, CompileOptions
+from cbexp.engine.compiled_layers import LayerCompiledStep
+from cbexp.engine.compiled_step import CompiledStep
+from cbexp.engine.compiler_session import CompileOptions
 from cbexp.engine.cuda_graphs import GraphReplay
 from cbexp.engine.decode_buffers import DecodeBuffers
 from cbexp.engine.decode_step import DecodeForward, DecodeStep
@@ -69,7 +70,8 @@ def build_step_runner(
         mode: a name of `TORCH_MODES`.
         region: "layer" compiles the decoder layers of `model`, one program for all of a class.
         recompile_limit: programs that one compiled function may have; None is PyTorch's own limit.
-        model: the transformers model that `forward` runs; needed for its layers.
+        model: what `forward` runs, a transformers model where its layers are compiled. Compiled steps do not care
+            which of its parameters require gradients.
         stream: where captured graphs run; None is the stream that is current then.
         steps_per_graph: decode steps of one captured graph, one graph for each number; 1 must be among them.
         is_batch_dynamic: False compiles each batch size by itself.
@@ -102,9 +104,9 @@ def _build_compiled_step(
     if region == "layer":
         if model is None:
             raise ValueError("region='layer' compiles the layers of a model: pass it as model=.")
-        return LayerCompiledStep(forward, buffers, options, stats, find_decoder_layers(model))
+        return LayerCompiledStep(forward, buffers, options, stats, model)
     step_class = TreeStep if options.mode in TREE_MODES else CompiledStep
-    return step_class(forward, buffers, options, stats)
+    return step_class(forward, buffers, options, stats, model)
 
 
 def _check(mode: str, region: CompileRegion, device: torch.device) -> None:

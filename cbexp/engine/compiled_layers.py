@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_leaves
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from cbexp.engine.compile_stats import CompileStats
-from cbexp.engine.compiled_step import CompiledStep, CompileOptions, compile_alone, mark_dynamic
+from cbexp.engine.compiled_step import CompiledStep
+from cbexp.engine.compiler_session import CompileOptions, compile_alone, mark_dynamic
 from cbexp.engine.decode_buffers import DecodeBuffers
 from cbexp.engine.decode_step import DecodeForward, run_step
 from cbexp.engine.types import UnsupportedModelError
@@ -27,10 +28,10 @@ class LayerCompiledStep(CompiledStep):
         buffers: DecodeBuffers,
         options: CompileOptions,
         stats: CompileStats,
-        layers: Sequence[nn.Module],
+        model: nn.Module,
     ) -> None:
-        self._layers = layers
-        super().__init__(forward, buffers, options, stats)
+        self._layers = find_decoder_layers(model)
+        super().__init__(forward, buffers, options, stats, model)
 
     @contextmanager
     def session(self, bucket: int) -> Iterator[None]:

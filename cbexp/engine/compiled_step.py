@@ -5,33 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from types import FunctionType
-from typing import Any, TypeVar, cast
 
-import torch
-from torch import Tensor
+from torch import nn
 
 from cbexp.engine.compile_stats import CompilerCounts, CompileStats, read_compiler_counts
+from cbexp.engine.compiler_session import CompileOptions, compile_alone, compiler_session, mark_dynamic
 from cbexp.engine.decode_buffers import DecodeBuffers
 from cbexp.engine.decode_step import DecodeForward, DecodeStep, run_step
 from cbexp.engine.types import EngineError
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-@dataclass(frozen=True)
-class CompileOptions:
-    """How a step is compiled.
-
-    `mode` is the name in messages, `torch_mode` torch.compile's. `recompile_limit` None: PyTorch's own.
-    `is_batch_dynamic` False: each batch size is a program of its own.
-    """
-
-    mode: str
-    torch_mode: str
-    recompile_limit: int | None
-    is_batch_dynamic: bool
 
 
 class CompiledStep(DecodeStep):
@@ -44,9 +25,15 @@ class CompiledStep(DecodeStep):
     num_warm_runs = 1
 
     def __init__(
-        self, forward: DecodeForward, buffers: DecodeBuffers, options: CompileOptions, stats: CompileStats
+        self,
+        forward: DecodeForward,
+        buffers: DecodeBuffers,
+        options: CompileOptions,
+        stats: CompileStats,
+        model: nn.Module | None,
     ) -> None:
         super().__init__(forward, buffers)
+        self._parameters = [] if model is None else list(model.parameters())
         self._options = options
         self._stats = stats
         self._warmed: set[int] = set()
@@ -54,10 +41,10 @@ class CompiledStep(DecodeStep):
 
     @contextmanager
     def session(self, bucket: int) -> Iterator[None]:
-        """Set the compiler up, count what it does, and raise `EngineError` for what it cannot do."""
+        """As `compiler_session`, with what the compiler does counted."""
         before = read_compiler_counts()
         try:
-            with torch.no_grad(), _dynamo_settings(self._options), self._named_errors(bucket):
+            with compiler_session(self._options, bucket, self._parameters):
                 yield
         finally:
             self._count(bucket, read_compiler_counts() - before)
@@ -81,7 +68,7 @@ class CompiledStep(DecodeStep):
     def close(self) -> None:
         """Drop the compiled programs."""
         super().close()
-        del self._program
+        del self._program, self._parameters
 
     def _compile(self) -> Callable[[DecodeBuffers], None]:
         forward = self._forward
@@ -104,45 +91,3 @@ class CompiledStep(DecodeStep):
         self._stats.recompiles += new.programs if bucket in self._warmed else 0
         self._stats.graph_breaks += new.graph_breaks
         self._stats.skipped_cudagraphs += new.skipped_cudagraphs
-
-    @contextmanager
-    def _named_errors(self, bucket: int) -> Iterator[None]:
-        from torch._dynamo.exc import TorchDynamoException
-
-        try:
-            yield
-        except TorchDynamoException as error:
-            raise EngineError(
-                f"{self._options.mode} cannot compile the decode step of {bucket} rows: {error}"
-            ) from error
-
-
-def compile_alone(function: _Function, options: CompileOptions) -> _Function:
-    """Compile a copy of `function` with a code object of its own.
-
-    Programs and the recompile limit belong to a code object: runners do not share them, and they go with the runner.
-    """
-    copied = FunctionType(
-        function.__code__.replace(),
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    return cast(_Function, torch.compile(copied, fullgraph=True, mode=options.torch_mode))
-
-
-def mark_dynamic(tensor: Tensor, dim: int) -> None:
-    """Let one program serve every size of `dim` above one; PyTorch makes constants of 0 and 1."""
-    if tensor.shape[dim] > 1:
-        torch._dynamo.mark_dynamic(tensor, dim)
-
-
-@contextmanager
-def _dynamo_settings(options: CompileOptions) -> Iterator[None]:
-    # The sizes of another engine's cache in the same process must not make those of this one dynamic.
-    settings: dict[str, Any] = {"automatic_dynamic_shapes": False}
-    if options.recompile_limit is not None:
-        settings["recompile_limit"] = options.recompile_limit
-    with torch._dynamo.config.patch(settings):
-        yield

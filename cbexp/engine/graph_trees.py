@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cbexp.engine.compile_stats import CompileStats
-from cbexp.engine.compiled_step import CompiledStep, CompileOptions
+from cbexp.engine.compiled_step import CompiledStep
+from cbexp.engine.compiler_session import CompileOptions
 from cbexp.engine.decode_buffers import DecodeBuffers
 from cbexp.engine.decode_step import DecodeForward
 from cbexp.engine.types import EngineError
@@ -34,13 +35,18 @@ class TreeStep(CompiledStep):
     num_warm_runs = 3
 
     def __init__(
-        self, forward: DecodeForward, buffers: DecodeBuffers, options: CompileOptions, stats: CompileStats
+        self,
+        forward: DecodeForward,
+        buffers: DecodeBuffers,
+        options: CompileOptions,
+        stats: CompileStats,
+        model: nn.Module | None,
     ) -> None:
         require_main_thread(options.mode)
         self._static: list[Tensor] = []
         for tensor in _fixed_tensors(buffers):
             self._mark_static(tensor)
-        super().__init__(forward, buffers, options, stats)
+        super().__init__(forward, buffers, options, stats, model)
 
     @contextmanager
     def session(self, bucket: int) -> Iterator[None]:

@@ -1,0 +1,364 @@
+"""Decode steps by mode on a CPU: the same tokens as eager steps, few programs, each counted, nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from cbexp.engine.compile_modes import TREE_MODES, build_step_runner
+from cbexp.engine.compiled_layers import find_decoder_layers
+from cbexp.engine.graph_trees import require_main_thread
+from cbexp.engine.model_forward import ModelForward
+from cbexp.engine.paged_attention_op import paged_decode_attention
+from cbexp.engine.self_check import check_bucket
+from cbexp.engine.types import EngineError, UnsupportedModelError
+from tests.engine.decode_fixtures import (
+    VOCAB_SIZE,
+    build_buffers,
+    build_decode_model,
+    build_pools,
+    set_rows,
+    state_of,
+)
+
+POSITIONS = (3, 9, -1, 8, 15, 0, 12, 7)
+MAX_ROWS = 9
+
+
+class ToyForward:
+    """One layer of paged attention over an embedding: a step that compiles in a second or two."""
+
+    scale = 2
+
+    def __init__(self, layers):
+        torch.manual_seed(0)
+        self.layer = layers[0]
+        self.embedding = nn.Embedding(VOCAB_SIZE, 64)
+        self.head = nn.Linear(32, VOCAB_SIZE)
+
+    def __call__(self, token_ids, positions):
+        return self.logits(token_ids, positions).argmax(-1)
+
+    def logits(self, token_ids, positions):
+        hidden = self.embedding(token_ids).view(-1, 8, 8) * self.scale
+        query, key, value = hidden.split([4, 2, 2], dim=1)
+        layer = self.layer
+        attended = paged_decode_attention(
+            query, key, value, layer.pages, layer.block_table, positions, layer.page_offset, 0.4
+        )
+        return self.head(attended.flatten(1))
+
+
+class PrintingForward(ToyForward):
+    def logits(self, token_ids, positions):
+        print(token_ids)
+        return super().logits(token_ids, positions)
+
+
+@pytest.fixture
+def buffers():
+    return build_buffers(MAX_ROWS)
+
+
+@pytest.fixture
+def make_runner(buffers):
+    """Step runners over `buffers`, of the toy or another forward; closed after the test."""
+    runners = []
+
+    def make(mode="default", forward_class=ToyForward, **options):
+        runners.append(build_step_runner(forward_class(buffers.layers), buffers, mode, **options))
+        return runners[-1]
+
+    yield make
+    for runner in runners:
+        runner.close()
+
+
+def run_burst(runner, buffers, bucket, num_steps=4):
+    """Tokens and state after a burst from the same start."""
+    for layer in buffers.layers:
+        layer.pages.copy_(build_pools(MAX_ROWS * 3)["full_attention"].pages)
+    set_rows(buffers, POSITIONS[:bucket])
+    runner.prepare(bucket)
+    runner.run(bucket, num_steps)
+    return state_of(buffers)
+
+
+def assert_same_bursts(runner, eager, buffers, buckets):
+    for bucket in buckets:
+        expected = run_burst(eager, buffers, bucket)
+        for actual, value in zip(run_burst(runner, buffers, bucket), expected, strict=True):
+            torch.testing.assert_close(actual, value)
+
+
+def test_eager_steps_are_forward_and_advance(buffers, make_runner):
+    runner, forward = make_runner("eager"), ToyForward(buffers.layers)
+    runner.prepare(3)
+    set_rows(buffers, [3, 9, -1])
+    with torch.no_grad():
+        first = forward(buffers.token_ids[:3], buffers.positions[:3])
+    runner.run(3, 2)
+    assert buffers.outputs[0].tolist() == [first[0], first[1], -1] + [-1] * 6
+    assert buffers.positions.tolist() == [5, 11, -1] + [-1] * 6
+    assert int(buffers.step) == 2
+
+
+@pytest.mark.parametrize("mode", ["default", "max_autotune_no_cudagraphs"])
+def test_one_program_serves_all_batches_of_several_rows(buffers, make_runner, mode):
+    runner, eager = make_runner(mode), make_runner("eager")
+    assert_same_bursts(runner, eager, buffers, (8, 2, 4, 5))
+    assert runner.stats.programs == 1
+    assert_same_bursts(runner, eager, buffers, (1, 3, 1))
+    stats = runner.stats
+    assert (stats.programs, stats.recompiles, stats.graph_breaks, stats.skipped_cudagraphs) == (2, 0, 0, 0)
+    assert stats.compile_s > 0
+    assert (stats.graphs, stats.replays, stats.capture_s) == (0, 0, 0.0)
+
+
+def test_a_batch_of_all_rows_works_too(buffers, make_runner):
+    runner = make_runner()
+    for bucket in (MAX_ROWS, 4):
+        run_burst(runner, buffers, bucket)
+    assert (runner.stats.programs, runner.stats.recompiles) == (2, 0)
+
+
+def test_static_batches_are_programs_of_their_own(buffers, make_runner):
+    runner = make_runner(is_batch_dynamic=False)
+    for bucket in (4, 3, 2):
+        run_burst(runner, buffers, bucket)
+    assert runner.stats.programs == 3
+
+
+@pytest.mark.parametrize("mode", ["eager", "default"])
+def test_preparing_leaves_live_rows_alone(buffers, make_runner, mode):
+    runner = make_runner(mode)
+    set_rows(buffers, POSITIONS)
+    before = state_of(buffers)
+    for _ in range(2):
+        runner.prepare(5)
+    assert all(map(torch.equal, state_of(buffers), before))
+
+
+def test_preparing_again_takes_no_time(buffers, make_runner):
+    runner = make_runner()
+    runner.prepare(2)
+    seconds = runner.stats.compile_s
+    runner.prepare(2)
+    assert runner.stats.compile_s == seconds
+
+
+def test_a_recompile_is_counted(buffers, make_runner):
+    runner = make_runner()
+    run_burst(runner, buffers, 4)
+    assert runner.stats.recompiles == 0
+    runner._step._forward.scale = 3
+    run_burst(runner, buffers, 4)
+    assert (runner.stats.programs, runner.stats.recompiles) == (2, 1)
+
+
+def test_the_recompile_limit_is_an_error_and_holds_for_the_runner_alone(buffers, make_runner):
+    limit = torch._dynamo.config.recompile_limit
+    runner = make_runner(recompile_limit=1, is_batch_dynamic=False)
+    runner.prepare(3)
+    with pytest.raises(EngineError, match="of 2 rows: recompile_limit=1 programs are there already"):
+        runner.prepare(2)
+    assert torch._dynamo.config.recompile_limit == limit
+    other = make_runner(recompile_limit=1)
+    other.prepare(2)
+
+
+def test_graph_breaks_are_errors(make_runner):
+    with pytest.raises(EngineError, match="default cannot compile the decode step of 4 rows"):
+        make_runner(forward_class=PrintingForward).prepare(4)
+
+
+def test_a_compiler_that_is_switched_off_is_an_error(make_runner):
+    runner = make_runner()
+    with torch.compiler.set_stance("force_eager"), pytest.raises(EngineError, match="compiled nothing"):
+        runner.prepare(4)
+
+
+def test_a_failed_prepare_leaves_live_rows_alone(buffers, make_runner):
+    set_rows(buffers, POSITIONS)
+    before = state_of(buffers)
+    with pytest.raises(EngineError):
+        make_runner(forward_class=PrintingForward).prepare(4)
+    assert all(map(torch.equal, state_of(buffers), before))
+
+
+def test_settings_of_the_compiler_are_put_back(buffers, make_runner):
+    before = torch._dynamo.config.get_config_copy()
+    run_burst(make_runner(recompile_limit=77), buffers, 2)
+    assert torch._dynamo.config.get_config_copy() == before
+
+
+def test_closing_lets_go_of_forward_and_cache(buffers):
+    pools = build_pools(6)
+    own = build_buffers(2, pools=pools)
+    runner = build_step_runner(ToyForward(own.layers), own, "default")
+    forward = weakref.ref(runner._step._forward)
+    pages = weakref.ref(own.layers[0].pages)
+    run_burst_once = runner.prepare
+    run_burst_once(2)
+    runner.run(2, 1)
+    runner.close()
+    del own, pools, runner, run_burst_once
+    gc.collect()
+    assert forward() is None
+    assert pages() is None
+
+
+def test_batches_must_be_prepared_and_fit(make_runner):
+    runner = make_runner("eager")
+    with pytest.raises(EngineError, match=r"batch of 4 rows was not prepared: call prepare\(4\)"):
+        runner.run(4, 1)
+    for bucket in (0, MAX_ROWS + 1):
+        with pytest.raises(ValueError, match=f"batch of {bucket} rows is outside of the buffers' 1 to 9"):
+            runner.prepare(bucket)
+
+
+@pytest.mark.parametrize("mode", ["reduce_overhead", "max_autotune", "cuda_graph", "compiled_cuda_graph"])
+def test_graphs_need_cuda(make_runner, mode):
+    with pytest.raises(EngineError, match=f"{mode} captures CUDA graphs, and the model is on cpu"):
+        make_runner(mode)
+
+
+def test_unknown_modes_are_named(make_runner):
+    with pytest.raises(ValueError, match="'cuda_graphs' is not a compile mode: eager, default"):
+        make_runner("cuda_graphs")
+
+
+def test_layers_cannot_be_compiled_in_every_mode(make_runner):
+    with pytest.raises(EngineError, match="does not go with eager, which compiles no layers"):
+        make_runner("eager", region="layer")
+    with pytest.raises(ValueError, match="pass it as model="):
+        make_runner("default", region="layer")
+
+
+@pytest.mark.parametrize("mode", ["default", "max_autotune_no_cudagraphs"])
+def test_no_compiler_is_an_error(make_runner, mode):
+    with (
+        torch._inductor.config.patch({"cpp.cxx": (None, "no-such-compiler")}),
+        pytest.raises(EngineError, match=rf"{mode} compiles C\+\+ for the CPU, and no compiler was found"),
+    ):
+        make_runner(mode)
+
+
+@pytest.mark.parametrize("mode", TREE_MODES)
+def test_trees_are_refused_on_another_thread(mode):
+    errors = []
+
+    def try_it():
+        with pytest.raises(EngineError, match=f"{mode} works on the main thread alone") as error:
+            require_main_thread(mode)
+        errors.append(error)
+
+    thread = threading.Thread(target=try_it)
+    thread.start()
+    thread.join()
+    assert len(errors) == 1
+    require_main_thread(mode)
+
+
+def build_model_runners(family, region):
+    model = build_decode_model(family)
+    buffers = build_buffers(MAX_ROWS, family=family)
+    forward = ModelForward(model, buffers.layers)
+    runner = build_step_runner(forward, buffers, "default", region=region, model=model)
+    return model, buffers, runner, build_step_runner(forward, buffers, "eager")
+
+
+def burst_of_model(runner, buffers, bucket):
+    set_rows(buffers, POSITIONS[:bucket])
+    before = [layer.pages.clone() for layer in buffers.layers]
+    runner.prepare(bucket)
+    runner.run(bucket, 4)
+    state = state_of(buffers)
+    for layer, pages in zip(buffers.layers, before, strict=True):
+        layer.pages.copy_(pages)
+    return state
+
+
+def assert_same_bursts_of_model(runner, eager, buffers, buckets):
+    for bucket in buckets:
+        actual, expected = (burst_of_model(r, buffers, bucket) for r in (runner, eager))
+        for value, expected_value in zip(actual, expected, strict=True):
+            torch.testing.assert_close(value, expected_value)
+
+
+def train_a_step(model):
+    """What a trainer does between two drives: train mode, other flags, gradients, new values."""
+    implementation, model.config._attn_implementation = model.config._attn_implementation, "eager"
+    model.train()
+    for module in (model.lm_head, model.model.layers[1]):
+        module.requires_grad_(False)
+    token_ids = torch.arange(12).view(2, 6)
+    model(input_ids=token_ids, labels=token_ids).loss.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter -= 0.1 * parameter.grad
+    model.eval()
+    model.config._attn_implementation = implementation
+
+
+@pytest.mark.parametrize(
+    ("family", "region", "programs"),
+    # One for all layers of a kind; Gemma 2's sliding layers have other pages than its full ones.
+    [("qwen3", "model", 1), ("qwen3", "layer", 1), ("gemma2", "layer", 2)],
+)
+def test_a_models_steps_compile_once_and_survive_training(family, region, programs):
+    model, buffers, runner, eager = build_model_runners(family, region)
+    assert_same_bursts_of_model(runner, eager, buffers, (8, 2, 5, 4))
+    train_a_step(model)
+    assert_same_bursts_of_model(runner, eager, buffers, (4, 8, 3))
+    assert (runner.stats.programs, runner.stats.recompiles) == (programs, 0)
+    assert not model.lm_head.weight.requires_grad
+    assert model.model.embed_tokens.weight.requires_grad
+    runner.close()
+
+
+def test_compiled_layers_pass_the_self_check_and_serve_decode_steps_alone():
+    pools = build_pools(30)
+    model = build_decode_model()
+    buffers = build_buffers(MAX_ROWS, pools=pools)
+    forward = ModelForward(model, buffers.layers)
+    runner = build_step_runner(forward, buffers, "default", region="layer", model=model)
+    for bucket in (8, 1):
+        runner.prepare(bucket)
+        check_bucket(runner, forward, forward, buffers, pools, bucket=bucket, mode="default")
+    assert runner.stats.programs == 2
+    assert not any("forward" in vars(layer) for layer in model.model.layers)
+    runner.close()
+
+
+def test_a_failing_step_gives_the_layers_back():
+    model = build_decode_model()
+    buffers = build_buffers(4)
+
+    class Failing(ModelForward):
+        def logits(self, token_ids, positions):
+            super().logits(token_ids, positions)
+            raise KeyError("in the step")
+
+    runner = build_step_runner(
+        Failing(model, buffers.layers), buffers, "default", region="layer", model=model
+    )
+    with pytest.raises(KeyError):
+        runner.prepare(2)
+    assert not any("forward" in vars(layer) for layer in model.model.layers)
+
+
+def test_decoder_layers_are_found_or_missed_by_name():
+    model = build_decode_model()
+    assert find_decoder_layers(model) == tuple(model.model.layers)
+    with pytest.raises(UnsupportedModelError, match="finds no list of decoder layers in Linear"):
+        find_decoder_layers(nn.Linear(2, 2))
+    model.model.layers[1].forward = model.model.layers[1].forward
+    with pytest.raises(UnsupportedModelError, match="Qwen3DecoderLayer, and layer 1 has another one"):
+        find_decoder_layers(model)
