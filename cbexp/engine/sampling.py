@@ -1,4 +1,4 @@
-"""What happens to the rows of a batch once their next tokens are known; plain torch that graphs can capture."""
+"""What happens to the rows of a batch once their next tokens are known; graphs can capture it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,15 @@ def advance(buffers: DecodeBuffers, next_ids: Tensor) -> None:
 
     All in place, without host synchronisation. A row ends with its last allowed token or an EOS, which is recorded.
     """
+    if next_ids.is_cuda and not torch.compiler.is_compiling():
+        from cbexp.engine.kernels import decode_finish  # a dozen launches in one
+
+        decode_finish.advance(buffers, next_ids)
+        return
+    _advance_plainly(buffers, next_ids)
+
+
+def _advance_plainly(buffers: DecodeBuffers, next_ids: Tensor) -> None:
     rows = next_ids.shape[0]
     token_ids, positions = buffers.token_ids[:rows], buffers.positions[:rows]
     remaining = buffers.remaining[:rows]

@@ -52,7 +52,7 @@ def _advance_kernel(
     outputs,
     step,
     num_rows,
-    max_rows,
+    output_stride,
     NUM_EOS: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -72,7 +72,7 @@ def _advance_kernel(
         ends = ends | (token == tl.load(eos_ids + i))
     goes_on = active & (ends == 0)
     tl.store(
-        outputs + line.to(tl.int64) * max_rows + row, tl.where(active, token, -1).to(tl.int32), mask=inside
+        outputs + line.to(tl.int64) * output_stride + row, tl.where(active, token, -1).to(tl.int32), mask=inside
     )
     tl.store(remaining + row, left, mask=inside)
     tl.store(positions + row, tl.where(goes_on, position + 1, -1), mask=inside)
@@ -122,7 +122,7 @@ def advance(buffers: DecodeBuffers, next_ids: torch.Tensor) -> None:
         buffers.outputs,
         buffers.step,
         num_rows,
-        buffers.outputs.shape[1],
+        buffers.outputs.stride(0),
         NUM_EOS=buffers.eos_ids.shape[0],
         BLOCK=max(32, triton.next_power_of_2(num_rows)),
         num_warps=1,  # of several, one could move `step` on before another has read it

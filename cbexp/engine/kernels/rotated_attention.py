@@ -121,7 +121,8 @@ def _rotated_attention_kernel(
     EXACT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    # The key heads of a row side by side in time: together they read whole tokens.
+    kv_head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     ALL_HEADS: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -231,7 +232,7 @@ def rotated_paged_attention(
     _, page_size, num_kv_heads, head_dim = pages.shape
     out = torch.empty((num_rows, num_heads, head_dim), dtype=pages.dtype, device=pages.device)
     q_norm, k_norm = norms if norms is not None else (parts, parts)
-    _rotated_attention_kernel[(num_rows, num_kv_heads)](
+    _rotated_attention_kernel[(num_kv_heads, num_rows)](
         parts,
         positions,
         cos,
