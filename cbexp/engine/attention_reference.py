@@ -21,6 +21,7 @@ def paged_decode_reference(
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    num_slots: int | None = None,
 ) -> Tensor:
     """Write each row's new key and value into its pages, then attend from its query over all the row has stored.
 
@@ -40,6 +41,7 @@ def paged_decode_reference(
         window: slots of the ring; 0 without a sliding window.
         softcap: logits become softcap * tanh(logits / softcap); 0 leaves them as they are.
         sinks: [num_heads], for each head a logit that takes part in the softmax's denominator alone (GPT-OSS).
+        num_slots: slots beyond which no row reads or writes, so that they need not be gathered; None: all in the table.
 
     Returns:
         [rows, num_heads, head_dim] in the query's dtype; half precision is computed in float32.
@@ -51,8 +53,8 @@ def paged_decode_reference(
     _write_new_token(key, value, pages, key_pages, positions, window)
 
     compute_dtype = torch.promote_types(query.dtype, torch.float32)
-    keys = pages[key_pages].flatten(1, 2).to(compute_dtype)  # [rows, slots, num_kv_heads, head_dim]
-    values = pages[key_pages + 1].flatten(1, 2).to(compute_dtype)
+    keys = _gather(pages, key_pages, num_slots).to(compute_dtype)
+    values = _gather(pages, key_pages + 1, num_slots).to(compute_dtype)
     num_stored = (positions + 1).clamp(max=window) if window else positions + 1
     is_stored = torch.arange(keys.shape[1], device=query.device) < num_stored[:, None]
 
@@ -66,6 +68,14 @@ def paged_decode_reference(
     values = values.masked_fill(~is_stored[:, :, None, None], 0.0)
     output = torch.einsum("rkgs,rskd->rkgd", weights, values).reshape(rows, num_heads, head_dim)
     return output.masked_fill((positions < 0)[:, None, None], 0.0).to(query.dtype)
+
+
+def _gather(pages: Tensor, row_pages: Tensor, num_slots: int | None) -> Tensor:
+    """The first slots of each row's pages [rows, columns]: [rows, slots, num_kv_heads, head_dim]."""
+    page_size = pages.shape[1]
+    num_slots = row_pages.shape[1] * page_size if num_slots is None else num_slots
+    num_columns = -(-num_slots // page_size)
+    return pages[:, :num_slots][row_pages[:, :num_columns]].flatten(1, 2)[:, :num_slots]
 
 
 def _write_new_token(

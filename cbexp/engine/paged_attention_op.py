@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -30,25 +28,21 @@ def paged_decode_attention(
 
     An operator of its own, since a compiler that sees it declares one mutation of `pages` instead of copying the cache.
     """
-    attend: Callable[..., Tensor] = paged_decode_reference
+    inputs = (query, key, value, pages, block_table, positions, page_offset)
     if query.is_cuda:
         from cbexp.engine.kernels import paged_attention  # late: needs Triton
 
-        attend = paged_attention.paged_decode_attention
-    else:
-        block_table = _used_columns(block_table, positions[: len(query)], window, page_size=pages.shape[1])
-    return attend(
-        query,
-        key,
-        value,
-        pages,
-        block_table,
-        positions,
-        page_offset,
+        attended: Tensor = paged_attention.paged_decode_attention(
+            *inputs, scaling=scaling, window=window, softcap=softcap, sinks=sinks
+        )
+        return attended
+    return paged_decode_reference(
+        *inputs,
         scaling=scaling,
         window=window,
         softcap=softcap,
         sinks=sinks,
+        num_slots=_used_slots(positions[: len(query)], window),
     )
 
 
@@ -57,9 +51,7 @@ def _(query: Tensor, *_inputs: Tensor | float | None) -> Tensor:
     return torch.empty(query.shape, dtype=query.dtype, device=query.device)
 
 
-def _used_columns(block_table: Tensor, positions: Tensor, window: int, *, page_size: int) -> Tensor:
-    """Leave out the columns that no row reaches: the reference gathers every page that it is given."""
-    num_slots = int(positions.max()) + 1
-    if window:
-        num_slots = min(num_slots, window)
-    return block_table[:, : max(1, -(-num_slots // page_size))]
+def _used_slots(positions: Tensor, window: int) -> int:
+    """Slots that some row reaches: the reference gathers every slot that it is given."""
+    num_slots = max(1, int(positions.max()) + 1)
+    return min(num_slots, window) if window else num_slots
