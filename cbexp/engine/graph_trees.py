@@ -16,9 +16,12 @@ from cbexp.engine.decode_buffers import DecodeBuffers
 from cbexp.engine.decode_step import DecodeForward
 from cbexp.engine.types import EngineError
 
-# Sizes are buckets, as many as were asked for: no warning about their number. A skipped graph is an error.
 TREE_SETTINGS = {
+    # A skipped graph is an error, and so is a step that does not fit in one graph. (The parts of a partitioned one
+    # would stay in modules that Inductor never drops, and with them their memory.)
     "triton.cudagraph_or_error": True,
+    "graph_partition": False,
+    # Sizes are buckets, as many as were asked for: each gets its graph, without a warning about their number.
     "triton.cudagraph_skip_dynamic_graphs": False,
     "triton.cudagraph_dynamic_shape_warn_limit": None,
 }
@@ -59,7 +62,7 @@ class TreeStep(CompiledStep):
         except RuntimeError as error:
             if self._stats.skipped_cudagraphs == num_skipped:
                 raise
-            raise EngineError(self._describe_skip(bucket, str(error))) from error
+            raise EngineError(self._describe_skip(bucket, str(error).partition("\n")[0])) from error
         if self._stats.skipped_cudagraphs > num_skipped:
             raise EngineError(self._describe_skip(bucket, "no reason given"))
 

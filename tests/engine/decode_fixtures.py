@@ -21,18 +21,23 @@ SHAPE = {
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 8,
     "max_position_embeddings": 64,
     "tie_word_embeddings": False,
 }
 WINDOW = 8
 
 
+def head_dim_on(device):
+    """The kernel's smallest head size on a GPU."""
+    return 8 if torch.device(device).type == "cpu" else 64
+
+
 def build_decode_model(family="qwen3", device="cpu"):
     """A random model that runs the engine's attention; weights large enough for tokens to differ."""
+    shape = SHAPE | {"head_dim": head_dim_on(device)}
     model_class, config = {
-        "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SHAPE)),
-        "gemma2": (Gemma2ForCausalLM, Gemma2Config(**SHAPE, sliding_window=WINDOW)),
+        "qwen3": (Qwen3ForCausalLM, Qwen3Config(**shape)),
+        "gemma2": (Gemma2ForCausalLM, Gemma2Config(**shape, sliding_window=WINDOW)),
     }[family]
     torch.manual_seed(0)
     model = model_class._from_config(config)
@@ -53,7 +58,8 @@ def build_pools(num_blocks, *, family="qwen3", device="cpu", dtype=torch.float32
     pages_per_sector = math.lcm(*(2 * len(layers) for layers in kinds.values()))
     num_sectors = 2 + sum(math.ceil(num_blocks * 2 * len(k) / pages_per_sector) for k in kinds.values())
     generator = torch.Generator().manual_seed(1)
-    pages = torch.randn(num_sectors * pages_per_sector, PAGE_SIZE, 2, 8, generator=generator)
+    shape = (num_sectors * pages_per_sector, PAGE_SIZE, 2, head_dim_on(device))
+    pages = torch.randn(shape, generator=generator)
     pages[:pages_per_sector] = 0
     pages = pages.to(device, dtype)
     return {

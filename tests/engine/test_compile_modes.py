@@ -331,7 +331,7 @@ def test_compiled_layers_pass_the_self_check_and_serve_decode_steps_alone():
     runner = build_step_runner(forward, buffers, "default", region="layer", model=model)
     for bucket in (8, 1):
         runner.prepare(bucket)
-        check_bucket(runner, forward, forward, buffers, pools, bucket=bucket, mode="default")
+        check_bucket(runner, forward, forward.logits, buffers, pools, bucket=bucket, mode="default")
     assert runner.stats.programs == 2
     assert not any("forward" in vars(layer) for layer in model.model.layers)
     runner.close()
