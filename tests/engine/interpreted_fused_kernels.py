@@ -50,6 +50,13 @@ def close(actual, expected):
     torch.testing.assert_close(actual, expected, **TOLERANCES[expected.dtype], equal_nan=True)
 
 
+def close_and_rounded_alike(actual, expected):
+    """In half precision nearly every element is equal: values are rounded where the model's own code rounds them."""
+    close(actual, expected)
+    if expected.dtype != torch.float32:
+        assert actual.ne(expected).float().mean() < 0.01
+
+
 def linear_inputs(rows, dtype=torch.float32, out_features=OUT_FEATURES, in_features=IN_FEATURES):
     """Scaled so that products are about one, as behind a norm."""
     weight = randn(out_features, in_features, seed=1) / in_features**0.5
@@ -67,7 +74,7 @@ def test_linear(rows, dtype):
     parts = decode_linear.split_linear(x, weight, bias, LinearTile(32, 32, splits=2))
     assert parts.shape == (2, rows, OUT_FEATURES)
     assert parts.dtype == torch.float32
-    close(parts.sum(0).to(dtype), functional.linear(x, weight, bias))
+    close_and_rounded_alike(parts.sum(0).to(dtype), functional.linear(x, weight, bias))
 
 
 @pytest.mark.parametrize("in_features", [48, 64, IN_FEATURES, 128])
@@ -80,14 +87,18 @@ def test_parts_of_a_linear_add_up(splits, in_features, has_bias):
     columns_each = 32 * math.ceil(in_features / splits / 32)
     for split, part in enumerate(parts):
         columns = slice(split * columns_each, (split + 1) * columns_each)
-        close(part, functional.linear(x[:, columns], weight[:, columns], bias if split == 0 else None))
+        close_and_rounded_alike(
+            part, functional.linear(x[:, columns], weight[:, columns], bias if split == 0 else None)
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", ROWS)
 def test_gate_and_up(rows, dtype):
     x, weight = linear_inputs(rows, dtype, out_features=2 * 40)
-    close(decode_linear.gate_up_silu(x, weight, LinearTile(32, 32)), reference.gated_projection(x, weight))
+    close_and_rounded_alike(
+        decode_linear.gate_up_silu(x, weight, LinearTile(32, 32)), reference.gated_projection(x, weight)
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -96,7 +107,7 @@ def test_gate_and_up_of_the_vendors_product(shape, dtype):
     rows, width = shape
     gate_up = randn(rows, 2 * width, dtype=dtype)
     gate, up = gate_up.chunk(2, dim=-1)
-    close(gated_silu.silu_product(gate_up), functional.silu(gate) * up)
+    close_and_rounded_alike(gated_silu.silu_product(gate_up), functional.silu(gate) * up)
 
 
 # The best token
@@ -177,7 +188,7 @@ def test_embedding(hidden, dtype):
     residual, normed = decode_norms.embed_norm(token_ids, table, weight, EPS)
     expected = reference.embed_norm(token_ids, table, weight, EPS)
     assert residual.equal(expected[0])
-    close(normed, expected[1])
+    close_and_rounded_alike(normed, expected[1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -189,8 +200,8 @@ def test_residual(rows, splits, dtype):
     residual, weight = randn(rows, hidden, dtype=dtype, seed=1), 1 + randn(hidden, dtype=dtype, seed=2)
     summed, normed = decode_norms.add_norm(parts, residual, weight, EPS)
     expected = residual + parts.float().sum(0).to(dtype)
-    close(summed, expected)
-    close(normed, reference.rms_norm(summed, weight, EPS))
+    close_and_rounded_alike(summed, expected)
+    close_and_rounded_alike(normed, reference.rms_norm(summed, weight, EPS))
 
 
 def rotated(case, **options):
@@ -215,13 +226,13 @@ def test_heads(head_dim, rotary, norms, dtype):
     case = build_projected_case(
         [0, 7, -1, 63], heads=6, kv_heads=2, head_dim=head_dim, norms=norms, rotary=rotary, dtype=dtype
     )
-    close(rotated(case), case.expected_heads())
+    close_and_rounded_alike(rotated(case), case.expected_heads())
 
 
 @pytest.mark.parametrize(("rows", "splits"), [(1, 1), (3, 3), (16, 2), (17, 1), (70, 2)])
 def test_heads_of_many_rows(rows, splits):
     case = build_projected_case(list(range(rows)), splits=splits, heads=2, kv_heads=1)
-    close(rotated(case, heads_per_program=2), case.expected_heads())
+    close_and_rounded_alike(rotated(case, heads_per_program=2), case.expected_heads())
 
 
 # Attention
