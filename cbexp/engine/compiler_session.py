@@ -97,4 +97,4 @@ def _named_errors(options: CompileOptions, bucket: int) -> Iterator[None]:
         limit = options.recompile_limit or torch._dynamo.config.recompile_limit
         raise EngineError(f"{failure}recompile_limit={limit} programs are there already.") from error
     except TorchDynamoException as error:
-        raise EngineError(failure + str(error).partition("\n")[0]) from error
+        raise EngineError(failure + " ".join(str(error).split("\n", 2)[:2])) from error
