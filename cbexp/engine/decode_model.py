@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from cbexp.engine.fused_forward import FusedForward
@@ -17,8 +18,8 @@ from cbexp.engine.types import EngineError, Fusion
 ResolvedFusion = Literal["none", "projections", "layers"]
 
 
-def resolve_fusion(model: PreTrainedModel, fusion: Fusion) -> ResolvedFusion:
-    """What `fusion` comes to for `model`.
+def resolve_fusion(model: PreTrainedModel, fusion: Fusion, *, allows_layers: bool) -> ResolvedFusion:
+    """What `fusion` comes to for `model`; without `allows_layers`, `auto` leaves decoder layers whole.
 
     `auto` fuses whole layers in half precision on CUDA where the model allows it, else projections there; nothing on
     other devices, and nothing in float32, where the order of a sum can change a token.
@@ -35,7 +36,7 @@ def resolve_fusion(model: PreTrainedModel, fusion: Fusion) -> ResolvedFusion:
         return fusion
     if model.device.type != "cuda" or model.dtype == torch.float32:
         return "none"
-    return "layers" if why_not_fused(model) is None else "projections"
+    return "layers" if allows_layers and why_not_fused(model) is None else "projections"
 
 
 class DecodeModel:
@@ -45,9 +46,16 @@ class DecodeModel:
     """
 
     def __init__(
-        self, model: PreTrainedModel, pages: tuple[LayerPages, ...], fusion: Fusion, max_positions: int
+        self,
+        model: PreTrainedModel,
+        pages: tuple[LayerPages, ...],
+        fusion: Fusion,
+        max_positions: int,
+        *,
+        allows_layers: bool = True,
     ) -> None:
-        self.fusion = resolve_fusion(model, fusion)
+        self._allows_layers = allows_layers
+        self.fusion = resolve_fusion(model, fusion, allows_layers=allows_layers)
         self._asked = fusion
         self._model = model
         self._pages = pages
@@ -62,7 +70,7 @@ class DecodeModel:
         That is so at first, and when parameters were re-assigned, moved or wrapped (an adapter) since the last drive;
         weights that were written in place keep everything valid.
         """
-        self.fusion = resolve_fusion(self._model, self._asked)
+        self.fusion = resolve_fusion(self._model, self._asked, allows_layers=self._allows_layers)
         if self.fusion == "projections":
             self._projections.install()
         elif self.fusion == "layers":
@@ -73,6 +81,15 @@ class DecodeModel:
         self._addresses = addresses
         self.forward = self._build_forward()
         return True
+
+    def plain_logits(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """Logits of the same step by the model's own code, nothing of it fused."""
+        self._projections.remove()
+        try:
+            return ModelForward(self._model, self._pages).logits(token_ids, positions)
+        finally:
+            if self.fusion == "projections":
+                self._projections.install()
 
     def end(self) -> None:
         """Give the modules back to the caller; weights stay where they are, as views of fused tensors."""
@@ -87,7 +104,7 @@ class DecodeModel:
         facts: dict[str, Any] = {"fusion": self.fusion}
         if self.fusion != "none":
             facts["fused_projections"] = self._projections.describe()
-        if self._asked == "auto" and self.fusion == "projections":
+        if self._asked == "auto" and self._allows_layers and self.fusion == "projections":
             facts["fusion_reason"] = why_not_fused(self._model)
         return facts
 

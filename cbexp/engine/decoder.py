@@ -17,9 +17,8 @@ from cbexp.engine.compile_stats import CompileStats
 from cbexp.engine.decode_buffers import allocate_decode_buffers
 from cbexp.engine.decode_model import DecodeModel
 from cbexp.engine.fused_forward import FusedForward
-from cbexp.engine.model_forward import ModelForward
 from cbexp.engine.row_upload import DecodeRow
-from cbexp.engine.self_check import check_bucket
+from cbexp.engine.self_check import SelfCheckResult, check_bucket
 from cbexp.engine.step_timing import time_decode_steps
 from cbexp.engine.types import CompileRegion, EngineError, Fusion
 
@@ -57,7 +56,14 @@ class Decoder:
             device=model.device,
         )
         self._callers_model = model
-        self._model = DecodeModel(model, self._buffers.layers, settings.fusion, max_positions)
+        self._model = DecodeModel(
+            model,
+            self._buffers.layers,
+            settings.fusion,
+            max_positions,
+            allows_layers=settings.region != "layer",
+        )
+        self._checks: dict[int, SelfCheckResult] = {}
         self._bursts = BurstRunner(self._buffers, self._pools, settings.shapes)
         self._runner: StepRunner | None = None
 
@@ -122,13 +128,21 @@ class Decoder:
             "buckets": list(settings.shapes.buckets),
             "max_burst": settings.max_burst,
             "self_check": self._has_check,
+            "self_check_results": [asdict(result) for result in self._checks.values()],
         } | self._model.describe()
 
     @property
     def stats(self) -> dict[str, Any]:
-        """`CompileStats` for the weights as they lie now, and the `device_idle_share` between bursts (None: no GPU)."""
+        """`CompileStats` for the weights as they lie now, and the `device_idle_share` between bursts (None: no GPU).
+
+        `mean_logprob_error` and `max_logprob_error` are the worst that self-checks found (None: nothing was checked).
+        """
         stats = CompileStats() if self._runner is None else self._runner.stats
-        return asdict(stats) | {"device_idle_share": self._bursts.idle.share}
+        return asdict(stats) | {
+            "device_idle_share": self._bursts.idle.share,
+            "mean_logprob_error": max((c.mean_logprob_error for c in self._checks.values()), default=None),
+            "max_logprob_error": max((c.max_logprob_error for c in self._checks.values()), default=None),
+        }
 
     def close(self) -> None:
         """Drop what was captured, and give every parameter its own storage back."""
@@ -144,10 +158,10 @@ class Decoder:
         if not self._has_check:
             return
         assert self._runner is not None
-        check_bucket(
+        self._checks[bucket] = check_bucket(
             self._runner,
             self._model.forward,
-            ModelForward(self._callers_model, self._buffers.layers),
+            self._model.plain_logits,
             self._buffers,
             self._pools,
             bucket=bucket,

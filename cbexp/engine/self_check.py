@@ -5,7 +5,7 @@ A wrong graph gives wrong tokens without a word; here it ends the run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,6 +27,8 @@ MIN_ROWS_FOR_MEAN = 32
 class Tolerance:
     """What rounding may do. Log-probabilities are of the reference's best token, in nats.
 
+    They may differ by one spacing of its logits more: each side rounds its own by up to half of that.
+
     `cache`: of one row's new keys, or values, in one layer, relative to their length.
     """
 
@@ -44,7 +46,10 @@ TOLERANCES = {
 
 @dataclass(frozen=True)
 class SelfCheckResult:
-    """How far a batch size is from the reference, over its active rows; units as in `Tolerance`."""
+    """How far a batch size is from the reference, over its active rows; units as in `Tolerance`.
+
+    The spacings are of numbers of the logits' dtype where the rows' best logits lie: how finely those are rounded.
+    """
 
     bucket: int
     num_rows: int
@@ -52,6 +57,8 @@ class SelfCheckResult:
     mean_logprob_error: float
     max_logprob_error: float
     max_cache_error: float
+    mean_logit_spacing: float
+    max_logit_spacing: float
 
 
 class RunsSteps(Protocol):
@@ -65,7 +72,7 @@ class RunsSteps(Protocol):
 def check_bucket(
     runner: RunsSteps,
     forward: DecodeForward,
-    reference: DecodeForward,
+    reference: Callable[[Tensor, Tensor], Tensor],
     buffers: DecodeBuffers,
     pools: Mapping[str, PagePool],
     *,
@@ -86,9 +93,10 @@ def check_bucket(
     check = _Check(buffers, CheckRows(buffers, pools, bucket), mode)
     with check.rows.in_place():
         logits, cache = check.run_forward(reference, "the reference")
-        own_logits, own_cache = check.run_forward(forward, "the forward")
+        own_logits, own_cache = check.run_forward(forward.logits, "the forward")
         tokens, run_cache = check.run_step(runner)
     check.require_known(tokens, vocab_size=logits.shape[-1])
+    spacing = _spacing_of_best(logits)
     logprobs = logits.float().log_softmax(-1)
     logprob_errors = _best_logprob_errors(logprobs, own_logits.float().log_softmax(-1))
     # How much less likely than the best one each token is by the reference.
@@ -100,6 +108,8 @@ def check_bucket(
         mean_logprob_error=float(logprob_errors.mean()),
         max_logprob_error=float(logprob_errors.max()),
         max_cache_error=max(_cache_error(cache, own_cache), _cache_error(cache, run_cache)),
+        mean_logit_spacing=float(spacing.mean()),
+        max_logit_spacing=float(spacing.max()),
     )
     check.require(result, float(lag.max()), tolerance)
     return result
@@ -115,10 +125,12 @@ class _Check:
         self._cut = cut_rows(buffers, rows.bucket)
         self._is_active = torch.tensor([p >= 0 for p in rows.positions], device=buffers.positions.device)
 
-    def run_forward(self, forward: DecodeForward, name: str) -> tuple[Tensor, list[Tensor]]:
+    def run_forward(
+        self, logits_of: Callable[[Tensor, Tensor], Tensor], name: str
+    ) -> tuple[Tensor, list[Tensor]]:
         """The active rows' logits, and what was written to the cache."""
         self.rows.reset()
-        logits = forward.logits(self._cut.token_ids, self._cut.positions)[self._is_active]
+        logits = logits_of(self._cut.token_ids, self._cut.positions)[self._is_active]
         self._require_kept_slots(name)
         return logits, self.rows.read_new()
 
@@ -140,15 +152,15 @@ class _Check:
     def require(self, result: SelfCheckResult, max_lag: float, tolerance: Tolerance) -> None:
         """Raise unless all errors are within `tolerance`; a NaN is not."""
         has_mean = result.num_rows >= MIN_ROWS_FOR_MEAN
+        max_logprob = tolerance.max_logprob + result.max_logit_spacing
+        mean_logprob = tolerance.mean_logprob + result.mean_logit_spacing
         bounds = [
-            ("log-probabilities differ by up to", result.max_logprob_error, tolerance.max_logprob),
+            ("log-probabilities differ by up to", result.max_logprob_error, max_logprob),
             ("keys or values in the cache differ by up to", result.max_cache_error, tolerance.cache),
-            ("a token is less likely than the best by", max_lag, tolerance.max_logprob),
+            ("a token is less likely than the best by", max_lag, max_logprob),
         ]
         if has_mean:
-            bounds.append(
-                ("log-probabilities differ on average by", result.mean_logprob_error, tolerance.mean_logprob)
-            )
+            bounds.append(("log-probabilities differ on average by", result.mean_logprob_error, mean_logprob))
         for what, error, bound in bounds:
             if not error <= bound:
                 raise self._failure(f"{what} {error:.4g}, where rounding makes {bound:g} at most")
@@ -181,6 +193,12 @@ class _Check:
 def _best_logprob_errors(expected: Tensor, actual: Tensor) -> Tensor:
     best = expected.argmax(-1, keepdim=True)
     return (actual.gather(1, best) - expected.gather(1, best)).abs()[:, 0]
+
+
+def _spacing_of_best(logits: Tensor) -> Tensor:
+    """Distance [rows] between neighbouring numbers of the logits' dtype at the best logit."""
+    best = logits.amax(-1).float().abs().clamp(min=torch.finfo(torch.float32).tiny)
+    return torch.finfo(logits.dtype).eps * torch.exp2(torch.floor(torch.log2(best)))
 
 
 def _cache_error(expected: Sequence[Tensor], actual: Sequence[Tensor]) -> float:

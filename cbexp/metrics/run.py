@@ -32,6 +32,8 @@ COMPILE_STATS = (
     "capture_s",
     "compile_cache_bytes",
     "device_idle_share",
+    "mean_logprob_error",
+    "max_logprob_error",
 )
 
 

@@ -77,7 +77,9 @@ def refuse_unsupported(architecture: PreTrainedConfig) -> None:
         reason: str | None = "its checkpoint is quantised; use a bfloat16 or float16 checkpoint of it"
     elif not uses_remote_code(architecture) and type(architecture) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         # Said last: what kind of model it is explains more.
-        reason = find_architecture_problem(architecture, None) or "transformers has no causal language model of it"
+        reason = (
+            find_architecture_problem(architecture, None) or "transformers has no causal language model of it"
+        )
     else:
         reason = find_architecture_problem(architecture, causal_model_class(architecture))
     if reason is not None:

@@ -347,6 +347,9 @@ def test_a_batch_size_is_checked_beside_live_requests(new_model, make_driver, pr
     tokens = drive(driver, prompts, max_new_tokens=limits)
     assert tokens == [greedy(model, prompt, n) for prompt, n in zip(prompts, limits, strict=True)]
     assert len({step.bucket for step in driver.steps}) > 3
+    results = driver.resolved["self_check_results"]
+    assert {result["bucket"] for result in results} == {step.bucket for step in driver.steps} - {None}
+    assert driver.compile_stats["max_logprob_error"] == max(r["max_logprob_error"] for r in results) < 1e-3
 
 
 def test_steps_alone_are_timed_and_leave_nothing(shared_model, make_driver, prompts, reference):
@@ -370,5 +373,7 @@ def test_an_eager_driver_has_compiled_nothing(shared_model, make_driver, prompts
     drive(driver, prompts)
     stats = driver.compile_stats
     assert stats.pop("device_idle_share") is None  # nothing to measure on a CPU
+    # Nothing to check either: these steps are the reference.
+    assert [stats.pop(name) for name in ("mean_logprob_error", "max_logprob_error")] == [None, None]
     assert set(stats.values()) == {0}
     assert make_driver(shared_model("qwen3"), attn_implementation="sdpa").compile_stats == {}

@@ -67,7 +67,7 @@ class Setting:
         return check_bucket(
             runner,
             forward or self.forward,
-            self.forward,
+            self.forward.logits,
             self.buffers,
             self.pools,
             bucket=bucket,
@@ -216,5 +216,5 @@ def test_a_step_runner_passes(setting):
     runner = build_step_runner(setting.forward, setting.buffers, "eager")
     runner.prepare(6)
     check_bucket(
-        runner, setting.forward, setting.forward, setting.buffers, setting.pools, bucket=6, mode="eager"
+        runner, setting.forward, setting.forward.logits, setting.buffers, setting.pools, bucket=6, mode="eager"
     )

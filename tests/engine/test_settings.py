@@ -174,6 +174,7 @@ def test_resolved_settings_are_plain_json_and_what_runs(shared_model, make_drive
         "buckets": [1, 2, 4, 8, 16, 32, 40],
         "max_burst": 128,
         "self_check": False,  # nothing to check: the steps are the reference
+        "self_check_results": [],
     }
     # Keys and values, two layers, two heads of 8 in fp32: 256 bytes a token; two trash sectors of one block each.
     assert resolved["cache_bytes"] == 256 * 8 * (40 + 2)

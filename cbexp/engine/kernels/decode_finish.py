@@ -72,7 +72,9 @@ def _advance_kernel(
         ends = ends | (token == tl.load(eos_ids + i))
     goes_on = active & (ends == 0)
     tl.store(
-        outputs + line.to(tl.int64) * output_stride + row, tl.where(active, token, -1).to(tl.int32), mask=inside
+        outputs + line.to(tl.int64) * output_stride + row,
+        tl.where(active, token, -1).to(tl.int32),
+        mask=inside,
     )
     tl.store(remaining + row, left, mask=inside)
     tl.store(positions + row, tl.where(goes_on, position + 1, -1), mask=inside)
