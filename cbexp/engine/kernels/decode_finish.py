@@ -1,5 +1,4 @@
 """Ends a decode step on the device: the best token of each row, and what `sampling.advance` does with it."""
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 

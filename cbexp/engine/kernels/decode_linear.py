@@ -2,7 +2,6 @@
 
 The rows of the weight are the long side of each tile, the batch is the short one.
 """
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 

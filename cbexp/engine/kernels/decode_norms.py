@@ -1,5 +1,4 @@
 """What stands between the matrix products of a decode step: embeddings, residuals and their RMS norms."""
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 

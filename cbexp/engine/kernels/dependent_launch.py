@@ -1,5 +1,4 @@
 """Programmatic dependent launch: a kernel starts while its predecessor drains, and fetches weights before it waits."""
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
 """The gated activation between an MLP's two products: silu(gate) * up, rounded where the model's own code rounds."""
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 

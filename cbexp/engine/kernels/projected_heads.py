@@ -2,7 +2,6 @@
 
 A head is held as two halves, which is how Llama's rotary embedding pairs its elements.
 """
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
 """Paged decode attention that finishes the q/k/v projection itself: sums its parts, norms, rotates, fills the cache."""
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 
