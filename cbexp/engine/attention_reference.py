@@ -83,11 +83,12 @@ def _write_new_token(
 ) -> None:
     """Store the active rows' keys and values; shapes do not depend on how many rows are active."""
     is_active = positions >= 0
-    slots = positions % window if window else positions
+    slots = positions.clamp(min=0)
+    slots = slots % window if window else slots
     # An inactive row repeats the first active row's write, since its own pages may be another request's by now.
     rows = torch.arange(len(positions), device=positions.device)
     writer = torch.where(is_active, rows, is_active.int().argmax())
-    slots = slots[writer].clamp(min=0)
+    slots = slots[writer]
     page_size = pages.shape[1]
     page = key_pages[writer, slots // page_size]
     in_page = slots % page_size

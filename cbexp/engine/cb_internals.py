@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.cache import PagedAttentionCache, group_layers_by_attn_type
@@ -174,17 +175,21 @@ def max_request_tokens(cache: PagedAttentionCache) -> int | None:
 def build_page_pools(cache: PagedAttentionCache, max_positions: int) -> dict[str, PagePool]:
     """Attention type -> where its keys and values live; tables as wide as the longest request that can be stored."""
     longest = min(infer_max_single_request_tokens(cache), max_positions)
-    return {name: _page_pool(allocator, longest) for name, allocator in cache.cache_allocators.items()}
+    views: dict[tuple[int, ...], Tensor] = {}
+    return {name: _page_pool(allocator, longest, views) for name, allocator in cache.cache_allocators.items()}
 
 
-def _page_pool(allocator: Any, longest: int) -> PagePool:
+def _page_pool(allocator: Any, longest: int, views: dict[tuple[int, ...], Tensor]) -> PagePool:
     page_size = allocator.tokens_per_page
+    pages = allocator.cache_tensor.view(-1, page_size, allocator.num_key_value_heads, allocator.head_dim)
+    # The types share one allocation: two tensors of it would be aliases, whose changes no compiler follows.
+    pages = views.setdefault((pages.data_ptr(), *pages.shape), pages)
     pages_per_block = allocator.block_physical_stride // page_size
     window = allocator.sliding_window if allocator.layer_type == SLIDING_ATTENTION else 0
     num_stored = min(longest, window) if window else longest
     return PagePool(
         layer_indices=tuple(allocator.layer_indices),
-        pages=allocator.cache_tensor.view(-1, page_size, allocator.num_key_value_heads, allocator.head_dim),
+        pages=pages,
         pages_per_block=pages_per_block,
         # The second sector: upstream's write trash. The first is its read trash, which stays zero.
         trash_page=allocator.blocks_per_sector * pages_per_block,

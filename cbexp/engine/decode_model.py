@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -116,8 +117,19 @@ class DecodeModel:
 
 
 def _addresses(model: PreTrainedModel) -> tuple[Any, ...]:
-    """Where every parameter lies, and as what: what compiled and captured code has baked in."""
-    return tuple(
+    """What compiled and captured code has baked in: where every parameter lies, and which adapters take part."""
+    parameters = (
         (name, parameter.data_ptr(), parameter.dtype, parameter.shape)
         for name, parameter in model.named_parameters()
     )
+    return (*parameters, *_adapter_states(model))
+
+
+def _adapter_states(model: PreTrainedModel) -> Iterator[tuple[Any, ...]]:
+    """Of each layer that PEFT has wrapped, what decides of its forward besides its parameters."""
+    for name, module in model.named_modules():
+        # transformers' models have methods of these names.
+        if isinstance(getattr(module, "disable_adapters", None), bool):
+            scaling = getattr(module, "scaling", {})
+            factors = tuple(sorted(scaling.items())) if isinstance(scaling, dict) else ()
+            yield name, module.disable_adapters, *module.active_adapters, *module.merged_adapters, factors

@@ -216,5 +216,11 @@ def test_a_step_runner_passes(setting):
     runner = build_step_runner(setting.forward, setting.buffers, "eager")
     runner.prepare(6)
     check_bucket(
-        runner, setting.forward, setting.forward.logits, setting.buffers, setting.pools, bucket=6, mode="eager"
+        runner,
+        setting.forward,
+        setting.forward.logits,
+        setting.buffers,
+        setting.pools,
+        bucket=6,
+        mode="eager",
     )

@@ -9,6 +9,8 @@ import torch
 
 # Fewer rows than this a tensor core does not multiply.
 MIN_GROUP_ROWS = 16
+# A tensor core's product takes no fewer columns; smaller heads are padded.
+MIN_BLOCK_DIM = 16
 # Programs per multiprocessor that should fit at once, and below which rows are split.
 RESIDENT_PROGRAMS = 3
 WANTED_PROGRAMS = 2

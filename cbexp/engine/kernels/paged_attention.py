@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cbexp.engine.kernels.attention_tiles import (
+    MIN_BLOCK_DIM,
     MIN_GROUP_ROWS,
     AttentionTile,
     choose_attention_tile,
@@ -63,7 +64,7 @@ def paged_decode_attention(
     page_size, num_kv_heads = pages.shape[1:3]
     group = num_heads // num_kv_heads
     group_rows = max(MIN_GROUP_ROWS, triton.next_power_of_2(group))
-    block_dim = triton.next_power_of_2(head_dim)
+    block_dim = max(MIN_BLOCK_DIM, triton.next_power_of_2(head_dim))
     if tile is None:
         tile = choose_attention_tile(group_rows, block_dim, query.itemsize, device_limits(query.device))
     if num_splits is None:

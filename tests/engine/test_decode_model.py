@@ -1,0 +1,76 @@
+"""What runs fused, and when compiled or captured code no longer fits the caller's weights."""
+
+import peft
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from cbexp.engine.decode_model import DecodeModel, resolve_fusion
+from cbexp.engine.types import EngineError
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+    )
+    return LlamaForCausalLM(config).eval().requires_grad_(False)
+
+
+@pytest.fixture(params=["none", "projections", "layers"])
+def decode_model(request, model):
+    decode_model = DecodeModel(model, (), request.param, max_positions=64)
+    assert decode_model.begin()
+    decode_model.end()
+    yield decode_model
+    decode_model.close()
+
+
+def test_a_second_drive_finds_everything_in_place(decode_model):
+    forward = decode_model.forward
+    assert not decode_model.begin()
+    assert decode_model.forward is forward
+
+
+def test_weights_written_in_place_keep_compiled_code(decode_model, model):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    assert not decode_model.begin()
+
+
+@pytest.mark.parametrize("name", ["self_attn.q_proj", "self_attn.o_proj", "input_layernorm"])
+def test_a_reassigned_parameter_voids_compiled_code(decode_model, model, name):
+    module = model.model.layers[1].get_submodule(name)
+    module.weight.data = module.weight.data.clone() + 1
+    assert decode_model.begin()
+    assert not decode_model.begin()
+
+
+def test_switching_an_adapter_voids_compiled_code(model):
+    """A flag of PEFT's moves no parameter."""
+    lora = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    decode_model = DecodeModel(lora.get_base_model(), (), "projections", max_positions=64)
+    assert decode_model.begin()
+    assert not decode_model.begin()
+    with lora.disable_adapter():
+        assert decode_model.begin()
+    assert decode_model.begin()
+    decode_model.close()
+
+
+def test_auto_fuses_nothing_on_a_cpu(model):
+    assert resolve_fusion(model, "auto", allows_layers=True) == "none"
+
+
+def test_layers_are_refused_with_the_reason(model):
+    lora = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    with pytest.raises(EngineError, match=r"fusion='layers' is impossible: .*q_proj"):
+        resolve_fusion(lora.get_base_model(), "layers", allows_layers=True)
