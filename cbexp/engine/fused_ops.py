@@ -125,7 +125,7 @@ def attend_new_token(
             scaling=scaling,
             window=window,
             num_heads=num_heads,
-            **vars(tile),
+            tile=tile,
         )
         return out.view(num_rows, -1)
     qkv = rotated_projection(

@@ -1,6 +1,7 @@
 """The fused kernels in Triton's interpreter; run by `test_fused_kernels_interpreted`."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from cbexp.engine import fused_reference as reference
 from cbexp.engine import sampling
 from cbexp.engine.decode_buffers import allocate_decode_buffers
 from cbexp.engine.kernels import decode_finish, decode_linear, decode_norms, gated_silu, projected_heads
+from cbexp.engine.kernels.attention_tiles import AttentionTile
 from cbexp.engine.kernels.decode_linear import LinearTile
 from cbexp.engine.kernels.rotated_attention import rotated_paged_attention
 from tests.engine.fused_kernel_cases import EPS, build_projected_case, build_rotated_case, randn
@@ -27,7 +29,7 @@ TOLERANCES = {
 ROWS = [1, 3, 16, 17, 70]
 # Of no size below is a tile a divisor; 48 columns are fewer than the parts' tiles together.
 OUT_FEATURES, IN_FEATURES = 100, 80
-SMALL_TILE = {"block_n": 16, "num_warps": 4, "num_stages": 2}
+SMALL_TILE = AttentionTile(num_tokens=16, num_warps=4, num_stages=2)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -240,7 +242,7 @@ def test_heads_of_many_rows(rows, splits):
 
 def check_attention(case, **tile):
     expected, expected_pages = case.expected()
-    output, pages = case.run(rotated_paged_attention, **(SMALL_TILE | tile))
+    output, pages = case.run(rotated_paged_attention, tile=replace(SMALL_TILE, **tile))
     close(output, expected)
     # Nothing but the new tokens has been written; those are rounded as the heads are.
     is_same = pages.eq(case.paged.pages) | (pages.isnan() & case.paged.pages.isnan())
@@ -277,13 +279,13 @@ def test_attention_of_groups(heads, kv_heads, head_dim):
 def test_attention_of_many_rows(rows, splits):
     positions = [(5 * row) % 23 - 1 for row in range(rows)]
     positions[0] = 3
-    check_attention(build_rotated_case(positions, splits=splits, heads=2, kv_heads=1), block_n=32)
+    check_attention(build_rotated_case(positions, splits=splits, heads=2, kv_heads=1), num_tokens=32)
 
 
 def test_no_active_row_leaves_every_page():
     case = build_rotated_case([5, 9])
     case.projected.positions.fill_(-1)
-    output, pages = case.run(rotated_paged_attention, **SMALL_TILE)
+    output, pages = case.run(rotated_paged_attention, tile=SMALL_TILE)
     assert not output.any()
     assert torch.equal(pages.view(torch.int32), case.paged.pages.view(torch.int32))
 
@@ -315,12 +317,12 @@ def test_nan_of_one_row_stays_there():
 @pytest.mark.parametrize("window", [0, 6])
 def test_nan_of_one_row_stays_there_in_attention(window):
     case = build_rotated_case([9, 5, 12], window=window)
-    expected, _ = case.run(rotated_paged_attention, **SMALL_TILE)
+    expected, _ = case.run(rotated_paged_attention, tile=SMALL_TILE)
     case.projected.parts[:, 1] = float("nan")
     entries = case.paged.block_table[1].long()
     for page in (*entries + 2, *entries + 3):
         case.paged.pages[page] = float("nan")
-    output, _ = case.run(rotated_paged_attention, **SMALL_TILE)
+    output, _ = case.run(rotated_paged_attention, tile=SMALL_TILE)
     assert output[1].isnan().all()
     assert output[[0, 2]].equal(expected[[0, 2]])
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cbexp.engine.fused_ops import MAX_SKINNY_ROWS
-from cbexp.engine.kernels.attention_tiles import DeviceLimits
+from cbexp.engine.kernels.attention_tiles import AttentionTile, DeviceLimits
 
 triton = pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -180,7 +180,7 @@ def compile_attention(capability, dtype, page_size=256, window=0, has_norm=True,
         "SPLITS": 2,
         "HAS_NORM": has_norm,
         "GROUP_ROWS": 16,
-        "BLOCK_N": tile.block_n,
+        "BLOCK_N": tile.num_tokens,
         "STAGES": tile.num_stages,
         "EXACT": dtype == torch.float32,
     }
@@ -300,10 +300,22 @@ def test_small_cards_get_smaller_tiles(num_rows, itemsize):
 
 
 @pytest.mark.parametrize(
-    ("num_programs", "head_dim", "itemsize", "shared_kib", "block_n"),
-    [(256, 128, 2, 227, 128), (2048, 128, 2, 227, 64), (256, 128, 2, 99, 64), (256, 256, 4, 99, 16)],
+    ("num_programs", "head_dim", "itemsize", "shared_kib", "expected"),
+    [
+        (256, 128, 2, 227, AttentionTile(64, 4, 4)),
+        (2048, 128, 2, 227, AttentionTile(64, 4, 3)),
+        (256, 128, 2, 99, AttentionTile(64, 4, 3)),
+        (2048, 128, 2, 99, AttentionTile(32, 4, 2)),
+        (256, 256, 4, 99, AttentionTile(16, 4, 2)),
+    ],
 )
-def test_tokens_of_an_attention_tile(num_programs, head_dim, itemsize, shared_kib, block_n):
+def test_tokens_of_an_attention_tile(num_programs, head_dim, itemsize, shared_kib, expected):
     device = DeviceLimits(num_multiprocessors=132, max_shared_bytes=shared_kib * 1024)
     tile = tiles.choose_rotated_attention_tile(num_programs, head_dim, itemsize, device)
-    assert tile.block_n == block_n
+    assert tile == expected
+
+
+def test_attention_has_tiles_in_flight():
+    """A wait for all copies but the newest, in the main loop: of pages found in the same iteration it is for all."""
+    ptx = compile_attention(90, torch.bfloat16, num_programs=2048).asm["ptx"]
+    assert re.search(r"cp\.async\.wait_group\s+2", ptx)

@@ -60,10 +60,14 @@ def device_limits(device: torch.device) -> DeviceLimits:
 
 
 def choose_attention_tile(
-    group_rows: int, block_dim: int, itemsize: int, limits: DeviceLimits
+    group_rows: int,
+    block_dim: int,
+    itemsize: int,
+    limits: DeviceLimits,
+    num_resident: int = RESIDENT_PROGRAMS,
 ) -> AttentionTile:
-    """Return the first tile of which `RESIDENT_PROGRAMS` fit, or the smallest; sizes are in elements and bytes."""
-    budget = limits.max_shared_bytes // RESIDENT_PROGRAMS
+    """Return the first tile of which `num_resident` programs fit, or the smallest; sizes are in elements and bytes."""
+    budget = limits.max_shared_bytes // num_resident
     fitting = (tile for tile in TILES if tile.shared_bytes(group_rows, block_dim, itemsize) <= budget)
     return next(fitting, TILES[-1])
 

@@ -7,11 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cbexp.engine.kernels.attention_tiles import MIN_GROUP_ROWS, AttentionTile
 from cbexp.engine.kernels.dependent_launch import launch_options, release_successor, wait_for_predecessor
 from cbexp.engine.kernels.projected_heads import load_sum, norm_halves, rotate_halves
 
-# Query heads of one key head are padded to the rows of a tensor core's tile.
-MIN_GROUP_ROWS = 16
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -34,16 +33,22 @@ def _norm_and_rotate(
 
 
 @triton.jit
-def _cached_places(
-    table, offset, start, inside, PAGE: tl.constexpr, TOKEN_STRIDE: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    """Where the keys of BLOCK_N tokens from `start` on lie; `inside` tells which of them there are."""
+def _load_pages(table, start, num_cached, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Table entries of BLOCK_N tokens from `start` on: one scalar if a page holds all of them, else one a token."""
+    place = start
+    if PAGE % BLOCK_N != 0:
+        place += tl.arange(0, BLOCK_N)
+    return tl.load(table + place // PAGE, mask=place < num_cached, other=0)
+
+
+@triton.jit
+def _token_offsets(page, start, PAGE: tl.constexpr, TOKEN_STRIDE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where the keys of BLOCK_N tokens from `start` on lie, in elements."""
     token = tl.arange(0, BLOCK_N)
+    first = page.to(tl.int64) * PAGE * TOKEN_STRIDE
     if PAGE % BLOCK_N == 0:
-        page = (tl.load(table + start // PAGE) + offset).to(tl.int64)
-        return (page * PAGE + start % PAGE) * TOKEN_STRIDE + token * TOKEN_STRIDE
-    pages = (tl.load(table + (start + token) // PAGE, mask=inside, other=0) + offset).to(tl.int64)
-    return (pages * PAGE + (start + token) % PAGE) * TOKEN_STRIDE
+        return first + start % PAGE * TOKEN_STRIDE + token * TOKEN_STRIDE
+    return first + (start + token) % PAGE * TOKEN_STRIDE
 
 
 @triton.jit
@@ -71,13 +76,16 @@ def _attend_cached(
     precision: tl.constexpr = "ieee" if EXACT else "tf32"
     dim = tl.arange(0, query.shape[1])
     total = tl.full([query.shape[0]], 1.0, tl.float32)
+    page = _load_pages(table, 0, num_cached, PAGE, BLOCK_N)
     for start in tl.range(0, num_cached, BLOCK_N, num_stages=STAGES):
         place = start + tl.arange(0, BLOCK_N)
         inside = place < num_cached
         if IS_RING:
             inside = inside & (place != new_slot)
-        base = _cached_places(table, offset, start, inside, PAGE, TOKEN_STRIDE, BLOCK_N)
-        key_pointers = head_pages + base[:, None] + dim[None, :]
+        offsets = _token_offsets(page + offset, start, PAGE, TOKEN_STRIDE, BLOCK_N)
+        # One tile ahead: loads of keys and values that wait for this one would be pipelined half as deep.
+        page = _load_pages(table, start + BLOCK_N, num_cached, PAGE, BLOCK_N)
+        key_pointers = head_pages + offsets[:, None] + dim[None, :]
         keys = tl.load(key_pointers, mask=inside[:, None], other=0.0)
         scores = tl.dot(query, tl.trans(keys), input_precision=precision) * scale_log2
         scores = tl.where(inside[None, :], scores, float("-inf"))
@@ -218,9 +226,7 @@ def rotated_paged_attention(
     scaling: float,
     window: int,
     num_heads: int,
-    block_n: int,
-    num_warps: int,
-    num_stages: int,
+    tile: AttentionTile,
 ) -> Tensor:
     """Return attention [rows, num_heads, head_dim] of the new tokens whose projection is the sum of `parts`.
 
@@ -254,10 +260,10 @@ def rotated_paged_attention(
         SPLITS=splits,
         HAS_NORM=norms is not None,
         GROUP_ROWS=max(MIN_GROUP_ROWS, triton.next_power_of_2(num_heads // num_kv_heads)),
-        BLOCK_N=block_n,
-        STAGES=num_stages,
+        BLOCK_N=tile.num_tokens,
+        STAGES=tile.num_stages,
         EXACT=pages.dtype == torch.float32,
-        num_warps=num_warps,
+        num_warps=tile.num_warps,
         **launch_options(pages.device),
     )
     return out

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
-from cbexp.engine.kernels.attention_tiles import DeviceLimits
+from cbexp.engine.kernels.attention_tiles import (
+    MIN_GROUP_ROWS,
+    RESIDENT_PROGRAMS,
+    AttentionTile,
+    DeviceLimits,
+    choose_attention_tile,
+)
 from cbexp.engine.kernels.decode_linear import LinearTile, block_rows
 
 # Programs per multiprocessor below which the inner dimension is split.
 WANTED_PROGRAMS_EACH = 1.2
 MAX_SPLITS = 8
-# Shares of the shared memory that the pipeline's buffers may take; the rest is the compiler's.
-LINEAR_SHARE, ATTENTION_SHARE = 0.9, 0.8
-MIN_BLOCK_K, MIN_BLOCK_TOKENS = 32, 16
+# Share of the shared memory that the pipeline's buffers may take; the rest is the compiler's.
+LINEAR_SHARE = 0.9
+MIN_BLOCK_K = 32
 
 
 def choose_split_tile(
@@ -59,25 +65,9 @@ def _fit(
     return replace(tile, block_k=block_k, num_stages=stages)
 
 
-@dataclass(frozen=True)
-class RotatedAttentionTile:
-    """Cached tokens in one tile of the fused attention, and how it is run."""
-
-    block_n: int
-    num_warps: int
-    num_stages: int
-
-
 def choose_rotated_attention_tile(
     num_programs: int, head_dim: int, itemsize: int, limits: DeviceLimits
-) -> RotatedAttentionTile:
-    """Few programs take long tiles to keep memory busy; many do it together, and more of short ones fit at a time."""
-    block_n = 128 if num_programs <= 4 * limits.num_multiprocessors else 64
-    num_stages = 2
-    token_bytes = 2 * head_dim * itemsize
-    while (
-        block_n > MIN_BLOCK_TOKENS
-        and block_n * token_bytes * num_stages > ATTENTION_SHARE * limits.max_shared_bytes
-    ):
-        block_n //= 2
-    return RotatedAttentionTile(block_n, 4, num_stages)
+) -> AttentionTile:
+    """For the fused attention: few programs keep more tiles in flight each than many do that run side by side."""
+    num_resident = min(RESIDENT_PROGRAMS, max(1, num_programs // limits.num_multiprocessors))
+    return choose_attention_tile(MIN_GROUP_ROWS, head_dim, itemsize, limits, num_resident)
