@@ -306,7 +306,7 @@ def test_small_cards_get_smaller_tiles(num_rows, itemsize):
         (2048, 128, 2, 227, AttentionTile(64, 4, 3)),
         (256, 128, 2, 99, AttentionTile(64, 4, 3)),
         (2048, 128, 2, 99, AttentionTile(32, 4, 2)),
-        (256, 256, 4, 99, AttentionTile(16, 4, 2)),
+        (256, 256, 4, 99, AttentionTile(32, 4, 2)),
     ],
 )
 def test_tokens_of_an_attention_tile(num_programs, head_dim, itemsize, shared_kib, expected):
