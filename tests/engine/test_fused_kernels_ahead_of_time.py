@@ -278,7 +278,9 @@ def test_the_measured_tiles_are_those_of_an_h200(num_rows):
     def cut(tile):
         return (tile.block_n, tile.block_k, tile.num_warps, tile.num_stages, tile.prefetch)
 
-    assert cut(tiles.choose_split_tile(num_rows, torch.Size([2560, 9728]), 2, H200)) == (64, 128, 4, 3, 0)
+    assert cut(tiles.choose_split_tile(num_rows, torch.Size([2560, 9728]), 2, H200)) == (64, 128, 4, 4, 0)
+    assert cut(tiles.choose_split_tile(num_rows, torch.Size([2560, 4096]), 2, H200)) == (64, 128, 4, 4, 0)
+    assert cut(tiles.choose_split_tile(num_rows, torch.Size([6144, 2560]), 2, H200)) == (64, 128, 4, 3, 0)
     assert cut(tiles.choose_gated_tile(num_rows, 2, H200)) == (32, 128, 4, 3, 0)
     assert cut(tiles.choose_head_tile(num_rows, 2, H200)) == (64, 128, 4, 4, 0)
 

@@ -33,7 +33,9 @@ def choose_split_tile(
     splits = 1
     while splits < MAX_SPLITS and num_tiles * splits < WANTED_PROGRAMS_EACH * limits.num_multiprocessors:
         splits *= 2
-    tile = LinearTile(block_n, block_k, min(splits, max(1, num_inner // block_k)), num_stages=3)
+    # Where few programs share the device, each keeps more in flight.
+    num_stages = 4 if splits >= 4 else 3
+    tile = LinearTile(block_n, block_k, min(splits, max(1, num_inner // block_k)), num_stages=num_stages)
     return _fit(tile, block_n, num_rows, itemsize, limits)
 
 
