@@ -14,8 +14,9 @@ from transformers import GenerationConfig
 from cbexp.engine.compatibility import check_transformers_version
 from cbexp.engine.interrupts import deferring_interrupts
 from cbexp.engine.model_support import require_supported_model
-from cbexp.engine.prompts import RequestLimits, check_length, check_prompt, resolve_max_new_tokens
+from cbexp.engine.prompts import RequestLimits
 from cbexp.engine.request_book import PromptGroup, RequestBook
+from cbexp.engine.request_queue import RequestQueue
 from cbexp.engine.settings import check_config, resolve_decoding
 from cbexp.engine.types import CBSyncConfig, Completion, EngineError, StepInfo
 
@@ -53,8 +54,7 @@ class SyncCBDriver:
         self._decoding = resolve_decoding(self._config, defaults, self._model.config.vocab_size)
         self._slot = EngineSlot(self._model, self._config, self._decoding.eos_token_ids)
 
-        self._pending: list[PromptGroup] = []
-        self._num_requests = 0
+        self._queue = RequestQueue(self._decoding.max_new_tokens, self._decoding.eos_token_ids)
         self._num_steps = 0
         self._steps: list[StepInfo] = []
         self._partial_completions: dict[str, Completion] = {}
@@ -124,18 +124,7 @@ class SyncCBDriver:
         cannot be served; nothing is queued then.
         """
         self._check_usable("add_requests")
-        if type(num_generations) is not int or num_generations < 1:
-            raise ValueError(f"num_generations={num_generations!r} must be an int of at least 1.")
-        new_tokens = resolve_max_new_tokens(
-            max_new_tokens, self._decoding.max_new_tokens, len(prompt_ids_list)
-        )
-        limits = self._request_limits()
-        prompts = [check_prompt(i, ids, limits.vocab_size) for i, ids in enumerate(prompt_ids_list)]
-        for index, (prompt, new) in enumerate(zip(prompts, new_tokens, strict=True)):
-            check_length(index, len(prompt), new, limits)
-        groups = [self._new_group(p, n, num_generations) for p, n in zip(prompts, new_tokens, strict=True)]
-        self._pending += groups
-        return [request_id for group in groups for request_id in group.request_ids]
+        return self._queue.add(prompt_ids_list, max_new_tokens, num_generations, self._request_limits())
 
     def drive_until_empty(self) -> dict[str, Completion]:
         """Run until every queued request has ended; request id -> completion in submission order, every id present.
@@ -145,7 +134,7 @@ class SyncCBDriver:
         `partial_completions`, and the driver is ready for the next round.
         """
         self._check_usable("drive_until_empty")
-        groups, self._pending = self._pending, []
+        groups = self._queue.take()
         self._steps, self._partial_completions = [], {}
         if not groups:
             return {}
@@ -170,7 +159,7 @@ class SyncCBDriver:
         if self._is_driving:
             raise EngineError("close() was called inside a drive: leave drive_until_empty first.")
         self._is_closed = True
-        self._pending = []
+        self._queue.take()
         self._slot.drop()
 
     def __enter__(self) -> SyncCBDriver:
@@ -211,19 +200,6 @@ class SyncCBDriver:
                 yield
         finally:
             self._is_driving = False
-
-    def _new_group(
-        self, prompt_ids: tuple[int, ...], max_new_tokens: int, num_generations: int
-    ) -> PromptGroup:
-        first = self._num_requests
-        self._num_requests += num_generations
-        return PromptGroup(
-            request_ids=tuple(f"req_{i}" for i in range(first, self._num_requests)),
-            prompt_ids=prompt_ids,
-            max_new_tokens=max_new_tokens,
-            eos_token_ids=self._decoding.eos_token_ids,
-            submitted_s=time.perf_counter(),
-        )
 
     def _request_limits(self) -> RequestLimits:
         return RequestLimits(

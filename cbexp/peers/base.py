@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,8 +12,9 @@ import transformers
 
 from cbexp.engine.compatibility import check_transformers_version
 from cbexp.engine.model_support import require_supported_model
-from cbexp.engine.prompts import RequestLimits, check_length, check_prompt, resolve_max_new_tokens
+from cbexp.engine.prompts import RequestLimits
 from cbexp.engine.request_book import PromptGroup, RequestBook
+from cbexp.engine.request_queue import RequestQueue
 from cbexp.engine.types import Completion, EngineError, StepInfo
 
 
@@ -58,8 +58,7 @@ class PeerDriver(ABC):
         self._model = require_supported_model(model)
         self._config = config
         self._check_token_ids()
-        self._pending: list[PromptGroup] = []
-        self._num_requests = 0
+        self._queue = RequestQueue(self._config.max_new_tokens, self._config.eos_token_ids)
         self._steps: list[StepInfo] = []
         self._unfinished: dict[str, tuple[int, ...]] = {}
         self._partial_completions: dict[str, Completion] = {}
@@ -113,18 +112,7 @@ class PeerDriver(ABC):
         that cannot be served; nothing is queued then.
         """
         self._check_usable("add_requests")
-        if type(num_generations) is not int or num_generations < 1:
-            raise ValueError(f"num_generations={num_generations!r} must be an int of at least 1.")
-        new_limits = resolve_max_new_tokens(max_new_tokens, self._config.max_new_tokens, len(prompt_ids_list))
-        limits = self._request_limits()
-        prompts = [check_prompt(i, ids, limits.vocab_size) for i, ids in enumerate(prompt_ids_list)]
-        for index, (prompt, new) in enumerate(zip(prompts, new_limits, strict=True)):
-            check_length(index, len(prompt), new, limits)
-        groups = [
-            self._new_group(p, new, num_generations) for p, new in zip(prompts, new_limits, strict=True)
-        ]
-        self._pending += groups
-        return [request_id for group in groups for request_id in group.request_ids]
+        return self._queue.add(prompt_ids_list, max_new_tokens, num_generations, self._request_limits())
 
     def drive_until_empty(self) -> dict[str, Completion]:
         """Run until every queued request has ended; request id -> completion, submission order, all present.
@@ -134,7 +122,7 @@ class PeerDriver(ABC):
         and the driver is ready for the next round.
         """
         self._check_usable("drive_until_empty")
-        groups, self._pending = self._pending, []
+        groups = self._queue.take()
         self._steps, self._unfinished, self._partial_completions = [], {}, {}
         if not groups:
             return {}
@@ -154,7 +142,7 @@ class PeerDriver(ABC):
         if self._is_driving:
             raise EngineError("close() was called inside a drive: leave drive_until_empty first.")
         self._is_closed = True
-        self._pending = []
+        self._queue.take()
 
     def __enter__(self) -> Self:
         return self
@@ -173,19 +161,6 @@ class PeerDriver(ABC):
             vocab_size=self._model.config.vocab_size,
             max_positions=getattr(self._model.config, "max_position_embeddings", None),
             max_stored_tokens=None,
-        )
-
-    def _new_group(
-        self, prompt_ids: tuple[int, ...], max_new_tokens: int, num_generations: int
-    ) -> PromptGroup:
-        first = self._num_requests
-        self._num_requests += num_generations
-        return PromptGroup(
-            request_ids=tuple(f"req_{i}" for i in range(first, self._num_requests)),
-            prompt_ids=prompt_ids,
-            max_new_tokens=max_new_tokens,
-            eos_token_ids=self._config.eos_token_ids,
-            submitted_s=time.perf_counter(),
         )
 
     def _check_compile_mode(self, mode: str) -> None:
