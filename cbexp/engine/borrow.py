@@ -11,21 +11,27 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from cbexp.engine.interrupts import deferring_interrupts
 
+_CHECKPOINTING = "gradient_checkpointing"
+
 
 @contextmanager
 def borrowed_for_inference(model: PreTrainedModel, attn_implementation: str) -> Iterator[None]:
     """Run the body in eval mode, without gradients, in the model's own dtype, with the attention of that name.
 
     Modes are flipped module by module and put back one by one: a caller may keep parts of a model in eval mode.
-    Inference mode is left, since the cache is written by drives inside and outside of it.
+    Inference mode is left, since the cache is written by drives inside and outside of it. Flags of gradient
+    checkpointing are out of the way as well: nothing reads them here, but compiled programs are bound to them.
     """
     in_training = [module for module in model.modules() if module.training]
+    checkpointing = [(m, vars(m)[_CHECKPOINTING]) for m in model.modules() if _CHECKPOINTING in vars(m)]
     attention_before = [(config, config._attn_implementation) for config in _configs(model)]
     autocast_off = torch.autocast(device_type=model.device.type, enabled=False)
     with torch.inference_mode(False), torch.no_grad(), autocast_off:
         try:
             for module in in_training:
                 module.training = False
+            for module, _ in checkpointing:
+                _clear_checkpointing(module)
             # Not by `set_attn_implementation`, which would look for a flash package.
             for config, _ in attention_before:
                 config._attn_implementation = attn_implementation
@@ -34,8 +40,18 @@ def borrowed_for_inference(model: PreTrainedModel, attn_implementation: str) -> 
             with deferring_interrupts():
                 for module in in_training:
                     module.training = True
+                for module, value in checkpointing:
+                    setattr(module, _CHECKPOINTING, value)
                 for config, name in attention_before:
                     config._attn_implementation = name
+
+
+def _clear_checkpointing(module: nn.Module) -> None:
+    """As if it had never been set, since a program is bound to whether the module has the flag of its class alone."""
+    if hasattr(type(module), _CHECKPOINTING):
+        delattr(module, _CHECKPOINTING)
+    else:
+        setattr(module, _CHECKPOINTING, False)
 
 
 def _configs(model: nn.Module) -> list[PreTrainedConfig]:

@@ -126,6 +126,9 @@ def _patched(
 def _bind(layer: nn.Module, index: int, program: Callable[..., Any], marks_batch: bool) -> Callable[..., Any]:
     def forward(hidden_states: Tensor, *args: Any, cache: Any, **kwargs: Any) -> Any:
         told = _ToldAttention(cache, index)
+        if hidden_states.requires_grad:
+            # Gradient checkpointing has a hook on the embedding; a program is bound to what requires gradients.
+            hidden_states = hidden_states.detach()
         if marks_batch:
             _mark_batch(hidden_states.shape[0], (hidden_states, args, kwargs, told.values))
         return program(layer, hidden_states, *args, cache=told, **kwargs)
