@@ -24,6 +24,8 @@ from transformers import (
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from cbexp.engine import CBSyncConfig, SyncCBDriver
@@ -71,6 +73,11 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         GptOssForCausalLM,
         GptOssConfig,
         {"sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "qwen3_moe": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig,
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     ),
 }
 PROMPT_LENGTHS = (1, 2, 7, 16, 17, 40, 63)
