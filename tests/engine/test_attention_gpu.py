@@ -68,8 +68,11 @@ def expected_output(packed, kwargs, scaling, **options):
 
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("window", [None, 1, 100, 5000])
-@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"),
+    [*((head_dim, torch.bfloat16) for head_dim in (64, 80, 128, 256)), (128, torch.float16)],
+    ids=str,
+)
 def test_half_precision_runs_in_one_kernel(mix, window, head_dim, dtype):
     if choose_attention_path(torch.device("cuda", 0), dtype, head_dim, False, False) != "varlen":
         pytest.skip("needs compute capability 8.0")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import threading
+import weakref
 
 import pytest
 import torch
@@ -35,9 +36,9 @@ CHOICES = [
 ]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def _exact_fp32():
-    """TF32 would round the two sides differently."""
+    """TF32 would round the two sides differently; for the module, since programs are bound to it."""
     allowed = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     yield
@@ -107,66 +108,129 @@ def setting(models):
     made.close()
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
-@pytest.mark.parametrize(("mode", "region"), CHOICES)
-def test_every_mode_makes_the_tokens_of_eager_steps(models, family, mode, region):
-    setting = Setting(models[family], family)
-    runner = setting.make(mode, region=region)
-    for bucket in BUCKETS:
-        runner.prepare(bucket)
-    setting.require_equal_bursts(runner, (*reversed(BUCKETS), *BUCKETS))
+def buckets_of(mode):
+    """Tuning takes its time for each of the programs, of which a single row has its own."""
+    return (4, 2) if "max_autotune" in mode else BUCKETS
+
+
+class Ready:
+    """A runner of one choice, prepared for all of its batch sizes over live rows, and what that left of them."""
+
+    def __init__(self, mode, region):
+        self.mode, self.region, self.buckets = mode, region, buckets_of(mode)
+        self.setting = Setting(build_decode_model("qwen3", DEVICE))
+        self.runner = self.setting.make(mode, region=region)
+        set_rows(self.setting.buffers, POSITIONS)
+        before = state_of(self.setting.buffers)
+        for bucket in self.buckets:
+            self.runner.prepare(bucket)
+        after = state_of(self.setting.buffers)
+        self.has_left_rows_alone = all(map(torch.equal, after, before))
+
+
+@pytest.fixture(scope="module", params=CHOICES, ids=lambda choice: " ".join(choice))
+def ready(request):
+    """Compiled once for all tests of a choice."""
+    made = Ready(*request.param)
+    yield made
+    made.setting.close()
+
+
+def check_counts(runner, mode, buckets, *, num_kinds=1):
     stats = runner.stats
     assert (stats.recompiles, stats.graph_breaks, stats.skipped_cudagraphs) == (0, 0, 0)
-    kinds = 2 if family == "gemma2" and region == "layer" else 1
-    assert stats.programs == (2 * kinds if mode in COMPILED_MODES else 0)
-    # One graph for each batch size, and each step of eight bursts is a replay.
-    graphs, replays = (len(BUCKETS), 8 * 5) if mode in GRAPH_MODES else (0, 0)
-    assert (stats.graphs, stats.replays) == (graphs, replays)
-    setting.close()
+    num_programs = num_kinds * (1 + (1 in buckets)) if mode in COMPILED_MODES else 0
+    assert stats.programs == num_programs
+    assert stats.graphs == (len(buckets) if mode in GRAPH_MODES else 0)
 
 
-@pytest.mark.parametrize(("mode", "region"), CHOICES)
-def test_preparing_leaves_live_rows_alone(setting, mode, region):
-    runner = setting.make(mode, region=region)
-    set_rows(setting.buffers, POSITIONS)
-    before = state_of(setting.buffers)
-    for bucket in BUCKETS:
-        runner.prepare(bucket)
-        assert all(map(torch.equal, state_of(setting.buffers), before))
+def test_preparing_leaves_live_rows_alone(ready):
+    assert ready.has_left_rows_alone
 
 
-@pytest.mark.parametrize("mode", TORCH_MODES)
-def test_steps_stay_valid_over_training(models, mode):
-    setting = Setting(build_decode_model("qwen3", DEVICE))
-    runner = setting.make(mode)
-    setting.require_equal_bursts(runner, (4, 2))
-    with torch.no_grad():
-        for parameter in setting.model.parameters():
-            parameter.mul_(1.05)
-    setting.model.train()
-    setting.model.lm_head.requires_grad_(False)
-    setting.model.eval()
-    setting.require_equal_bursts(runner, (4, 2))
-    assert runner.stats.recompiles == 0
-    setting.close()
+def test_every_mode_makes_the_tokens_of_eager_steps(ready):
+    setting, runner, buckets = ready.setting, ready.runner, ready.buckets
+    before = runner.stats.replays
+    setting.require_equal_bursts(runner, (*reversed(buckets), *buckets))
+    check_counts(runner, ready.mode, buckets)
+    # Each step is a replay.
+    num_replays = 2 * len(buckets) * 5 if ready.mode in GRAPH_MODES else 0
+    assert runner.stats.replays - before == num_replays
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("mode", "region"), CHOICES)
-def test_the_self_check_passes(dtype, mode, region):
-    setting = Setting(build_decode_model("qwen3", DEVICE).to(dtype), dtype=dtype)
-    runner = setting.make(mode, region=region)
-    for bucket in BUCKETS:
-        runner.prepare(bucket)
-        before = state_of(setting.buffers)
-        result = setting.check(runner, bucket, mode)
+def test_the_self_check_passes(ready):
+    for bucket in ready.buckets:
+        before = state_of(ready.setting.buffers)
+        result = ready.setting.check(ready.runner, bucket, ready.mode)
         assert result.num_rows == max(1, bucket - 1)
-        assert all(map(torch.equal, state_of(setting.buffers), before))
-    assert runner.stats.recompiles == 0
+        assert all(map(torch.equal, state_of(ready.setting.buffers), before))
+    check_counts(ready.runner, ready.mode, ready.buckets)
+
+
+def test_bursts_of_graphs_do_not_wait_for_the_device(ready):
+    if ready.mode not in GRAPH_MODES:
+        pytest.skip("has no graphs")
+    set_rows(ready.setting.buffers, POSITIONS[:4])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        ready.runner.run(4, 5)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_trees_run_on_the_main_thread_alone(ready):
+    if ready.mode not in TREE_MODES:
+        pytest.skip("has no trees")
+    errors = []
+
+    def run():
+        try:
+            ready.runner.run(2, 1)
+        except EngineError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert [f"{ready.mode} works on the main thread alone" in error for error in errors] == [True]
+
+
+def test_steps_stay_valid_over_training(ready):
+    """The last test of a choice: it changes the weights."""
+    model = ready.setting.model
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.05)
+    model.train()
+    model.lm_head.requires_grad_(False)
+    model.eval()
+    ready.setting.require_equal_bursts(ready.runner, (4, 2))
+    check_counts(ready.runner, ready.mode, ready.buckets)
+
+
+FEW_CHOICES = [("cuda_graph", "model"), ("compiled_cuda_graph", "layer"), ("reduce_overhead", "model")]
+
+
+@pytest.mark.parametrize(("mode", "region"), FEW_CHOICES)
+def test_sliding_and_full_layers(models, mode, region):
+    setting = Setting(models["gemma2"], "gemma2")
+    runner = setting.make(mode, region=region)
+    setting.require_equal_bursts(runner, (4, 2, 4))
+    check_counts(runner, mode, (4, 2), num_kinds=2 if region == "layer" else 1)
     setting.close()
 
 
-@pytest.mark.parametrize("mode", GRAPH_MODES)
+@pytest.mark.parametrize(("mode", "region"), FEW_CHOICES)
+def test_the_self_check_passes_in_half_precision(mode, region):
+    setting = Setting(build_decode_model("qwen3", DEVICE).to(torch.bfloat16), dtype=torch.bfloat16)
+    runner = setting.make(mode, region=region)
+    for bucket in (8, 4):
+        runner.prepare(bucket)
+        setting.check(runner, bucket, mode)
+    setting.close()
+
+
+@pytest.mark.parametrize("mode", ["cuda_graph", "reduce_overhead"])
 def test_the_self_check_finds_a_graph_of_other_weights(setting, mode):
     other = build_decode_model("qwen3", DEVICE)
     with torch.no_grad():
@@ -177,19 +241,17 @@ def test_the_self_check_finds_a_graph_of_other_weights(setting, mode):
         setting.check(runner, 4, mode)
 
 
-@pytest.mark.parametrize("mode", CAPTURE_MODES)
-def test_several_steps_in_a_graph(setting, mode):
-    runner = setting.make(mode, steps_per_graph=(1, 3))
+def test_several_steps_in_a_graph(setting):
+    runner = setting.make("cuda_graph", steps_per_graph=(1, 3))
     setting.require_equal_bursts(runner, (4,), num_steps=8)
     assert (runner.stats.graphs, runner.stats.replays) == (2, 4)  # 3 + 3 + 1 + 1
     with pytest.raises(ValueError, match="must have 1 and end at max_burst=8"):
-        setting.make(mode, steps_per_graph=(1, 9))
+        setting.make("cuda_graph", steps_per_graph=(1, 9))
 
 
-@pytest.mark.parametrize("mode", CAPTURE_MODES)
-def test_graphs_run_on_the_stream_that_was_given(setting, mode):
+def test_graphs_run_on_the_stream_that_was_given(setting):
     stream = torch.cuda.Stream()
-    runner = setting.make(mode, stream=stream)
+    runner = setting.make("cuda_graph", stream=stream)
     runner.prepare(4)
     expected = setting.burst(setting.eager, 4)
     set_rows(setting.buffers, POSITIONS[:4])
@@ -199,20 +261,7 @@ def test_graphs_run_on_the_stream_that_was_given(setting, mode):
     assert torch.equal(setting.buffers.outputs, expected[3])
 
 
-@pytest.mark.parametrize("mode", GRAPH_MODES)
-def test_bursts_do_not_wait_for_the_device(setting, mode):
-    runner = setting.make(mode)
-    runner.prepare(4)
-    set_rows(setting.buffers, POSITIONS[:4])
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        runner.run(4, 5)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.parametrize("mode", CAPTURE_MODES)
-def test_another_threads_calls_do_not_break_a_capture(setting, mode):
+def test_another_threads_calls_do_not_break_a_capture(setting):
     """A logger asks for the free memory whenever it likes."""
     is_done = threading.Event()
 
@@ -224,7 +273,7 @@ def test_another_threads_calls_do_not_break_a_capture(setting, mode):
     thread = threading.Thread(target=ask)
     thread.start()
     try:
-        setting.require_equal_bursts(setting.make(mode))
+        setting.require_equal_bursts(setting.make("cuda_graph"))
     finally:
         is_done.set()
         thread.join()
@@ -242,30 +291,12 @@ class CountingForward(ModelForward):
         return super().logits(token_ids, positions)
 
 
-@pytest.mark.parametrize("mode", TREE_MODES)
-def test_a_skipped_graph_is_an_error(setting, mode):
-    runner = setting.make(mode, CountingForward(setting.model, setting.buffers.layers))
-    with pytest.raises(EngineError, match=f"{mode} promises CUDA graphs and has none for 4 rows: .*mutated"):
+def test_a_skipped_graph_is_an_error(setting):
+    runner = setting.make("reduce_overhead", CountingForward(setting.model, setting.buffers.layers))
+    message = "reduce_overhead promises CUDA graphs and has none for 4 rows: .*mutated"
+    with pytest.raises(EngineError, match=message):
         runner.prepare(4)
     assert runner.stats.skipped_cudagraphs >= 1
-
-
-@pytest.mark.parametrize("mode", TREE_MODES)
-def test_trees_run_on_the_main_thread_alone(setting, mode):
-    runner = setting.make(mode)
-    runner.prepare(2)
-    errors = []
-
-    def run():
-        try:
-            runner.run(2, 1)
-        except EngineError as error:
-            errors.append(str(error))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert [f"{mode} works on the main thread alone" in error for error in errors] == [True]
 
 
 def test_many_tree_sizes_raise_no_warning_and_leave_no_setting(setting, caplog):
@@ -279,30 +310,39 @@ def test_many_tree_sizes_raise_no_warning_and_leave_no_setting(setting, caplog):
     assert torch._inductor.config.get_config_copy() == before
 
 
-def graph_bytes():
-    """Memory in pools other than the allocator's own, of which each is some graph's; trees share one a device."""
+def settled_memory():
+    """Bytes that the device has reserved for graphs of our own, and bytes that tensors take."""
     gc.collect()
     torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()  # one for each stream that has multiplied
     torch.cuda.empty_cache()
     segments = torch.cuda.memory_snapshot()
-    return sum(s["active_size"] for s in segments if tuple(s["segment_pool_id"]) != (0, 0))
+    in_graphs = sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) != (0, 0))
+    return in_graphs, torch.cuda.memory_allocated()
 
 
-@pytest.mark.parametrize("mode", GRAPH_MODES)
-def test_closing_gives_memory_and_marks_back(models, mode):
-    before = graph_bytes()
-    setting = Setting(models["qwen3"])
-    runner = setting.make(mode)
-    for bucket in BUCKETS:
+@pytest.mark.parametrize("mode", ["cuda_graph", "compiled_cuda_graph", "reduce_overhead"])
+def test_closing_gives_memory_and_marks_back(setting, mode):
+    """Trees keep their pool for the next graphs of the device: of theirs, tensors alone can be counted."""
+    in_graphs, allocated = settled_memory()
+    forward = ModelForward(setting.model, setting.buffers.layers)
+    runner, is_gone = setting.make(mode, forward), weakref.ref(forward)
+    for bucket in (8, 4):
         runner.prepare(bucket)
-    assert graph_bytes() > before
-    setting.close()
-    assert graph_bytes() <= before
+    assert mode not in CAPTURE_MODES or settled_memory()[0] > in_graphs
+    runner.close()
+    setting.runners.remove(runner)
+    del forward, runner
+    in_graphs_after, allocated_after = settled_memory()
+    assert mode not in CAPTURE_MODES or in_graphs_after <= in_graphs
+    # Less than a copy of the pages, of which the trees' manager keeps a small part for itself.
+    assert allocated_after <= allocated + 2**17
+    assert is_gone() is None
     assert not any(hasattr(layer.pages, "_dynamo_static_input_type") for layer in setting.buffers.layers)
 
 
 def test_a_second_runner_works_after_the_first_is_closed(setting):
-    for mode in (*GRAPH_MODES, *GRAPH_MODES):
+    for mode in ("cuda_graph", "reduce_overhead", "cuda_graph", "reduce_overhead"):
         runner = setting.make(mode)
         setting.require_equal_bursts(runner, (4, 2))
         runner.close()

@@ -41,39 +41,50 @@ def check(case, attend=run_operator, **more):
     torch.testing.assert_close(pages, expected_pages, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("heads", [8, 32])
-@pytest.mark.parametrize("batch", BATCHES, ids=str)
+@pytest.mark.parametrize(
+    ("batch", "heads"), [*((batch, 32) for batch in BATCHES), (BATCHES[0], 8), (BATCHES[-1], 8)], ids=str
+)
 def test_batches_and_lengths(batch, heads):
     check(build(random_positions(*batch), heads=heads))
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"),
+    [
+        *((head_dim, torch.bfloat16) for head_dim in (64, 80, 96, 128, 256)),
+        (96, torch.float16),
+        *((head_dim, torch.float32) for head_dim in (64, 128, 256)),
+    ],
+    ids=str,
+)
 def test_head_sizes_and_dtypes(head_dim, dtype):
     check(build(random_positions(16, 1_000), head_dim=head_dim, dtype=dtype))
 
 
-@pytest.mark.parametrize("group", [1, 2, 3, 5, 7, 8, 24])
+@pytest.mark.parametrize("group", [1, 3, 8, 24])
 def test_query_heads_of_a_key_value_head(group):
     check(build(random_positions(16, 1_000), heads=2 * group, kv_heads=2))
 
 
-@pytest.mark.parametrize("rows", [2, 64])
-@pytest.mark.parametrize("page_size", [4, 16, 32, 48, 256])
+@pytest.mark.parametrize(
+    ("page_size", "rows"), [(4, 2), (4, 64), (16, 64), (32, 2), (48, 64), (256, 2), (256, 64)]
+)
 def test_page_sizes(page_size, rows):
     ends = [-1, 0, page_size - 1, page_size, page_size + 1, 3 * page_size - 1]
     check(build(ends + random_positions(rows, 1_000), page_size=page_size))
 
 
-@pytest.mark.parametrize("rows", [2, 64])
 @pytest.mark.parametrize(
-    "options",
+    ("rows", "options"),
+    # Few rows are split where they are long.
     [
-        {"window": 128},
-        {"window": 1_000},
-        {"softcap": 50.0},
-        {"sinks": True, "head_dim": 64},
-        {"sinks": True, "window": 128, "softcap": 30.0},
+        (2, {"window": 128}),
+        (64, {"window": 128}),
+        (2, {"window": 1_000}),
+        (64, {"softcap": 50.0}),
+        (2, {"sinks": True, "head_dim": 64}),
+        (64, {"sinks": True, "head_dim": 64}),
+        (2, {"sinks": True, "window": 128, "softcap": 30.0}),
     ],
     ids=str,
 )
@@ -81,20 +92,20 @@ def test_windows_soft_caps_and_sinks(options, rows):
     check(build(random_positions(rows, 3_000), **options))
 
 
-@pytest.mark.parametrize("num_splits", [1, 2, 7, 64])
+@pytest.mark.parametrize("num_splits", [1, 7, 64])
 def test_any_number_of_splits(num_splits):
     from cbexp.engine.kernels.paged_attention import paged_decode_attention
 
     check(build(random_positions(16, 2_000)), paged_decode_attention, num_splits=num_splits)
 
 
-@pytest.mark.parametrize("page_size", [32, 256])
-def test_every_tile(page_size):
+def test_every_tile():
+    """Of which some are longer than a page."""
     from cbexp.engine.kernels.attention_tiles import TILES
     from cbexp.engine.kernels.paged_attention import paged_decode_attention
 
     for tile in TILES:
-        case = build(random_positions(16, 1_000), page_size=page_size, head_dim=64)
+        case = build(random_positions(16, 1_000), page_size=32, head_dim=64)
         check(case, paged_decode_attention, tile=tile)
 
 
