@@ -260,7 +260,11 @@ class SamplingConfig:
             )
         example = f"give the longest limit that sampling.median_new_tokens={median} may draw, as in 8192"
         check_is_set("sampling.max_new_tokens", self.max_new_tokens, example)
-        check_at_least("sampling.max_new_tokens", self.max_new_tokens, median)
+        if self.max_new_tokens is not None and self.max_new_tokens < median:
+            raise ConfigError(
+                f"sampling.max_new_tokens={self.max_new_tokens} is the longest limit that may be drawn: "
+                f"it must be at least {median}, sampling.median_new_tokens."
+            )
 
 
 @dataclass

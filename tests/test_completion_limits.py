@@ -10,7 +10,7 @@ import pytest
 
 from cbexp.config import DatasetConfig, ExperimentConfig, ModelConfig, SamplingConfig
 from cbexp.dataset.completion_limits import draw_limits, load_completion_limits
-from cbexp.errors import ConfigError, DatasetError
+from cbexp.errors import ConfigError
 from cbexp.factory import build_plan, summarize_dry_run
 from cbexp.planning import cache_sizing
 from tests.model_fixtures import QWEN3
@@ -50,13 +50,13 @@ def test_limits_of_a_file_are_taken_in_order(tmp_path):
 
 @pytest.mark.parametrize("text", ["4 90 1", "{}", "[4, 0, 1]", "[4, 1.5, 2]", '[4, "5", 2]', "[true, 4, 5]"])
 def test_file_that_is_no_list_of_limits_is_refused(tmp_path, text):
-    with pytest.raises(DatasetError, match=r"sampling.max_new_tokens_file=.*limits.json"):
+    with pytest.raises(ConfigError, match=r"sampling.max_new_tokens_file=.*limits.json"):
         load_completion_limits(from_file(tmp_path, text))
 
 
 def test_file_that_is_not_there_is_refused(tmp_path):
     config = experiment(SamplingConfig(max_new_tokens_file=str(tmp_path / "none.json")))
-    with pytest.raises(DatasetError, match="cannot be read: No such file"):
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
         load_completion_limits(config)
 
 

@@ -1,10 +1,14 @@
 """On a CUDA device: every driver gives `generate`'s tokens in float32, and the embedded model its answers in bf16."""
 
+from pathlib import Path
+
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
+import cbexp
 from cbexp.config import DatasetConfig, DriverConfig, ExperimentConfig, ModelConfig, TrackingConfig
+from cbexp.dataset.arithmetic import build_questions, verify_answer
 from cbexp.engine import CBSyncConfig, SyncCBDriver
 from cbexp.experiment import run_experiment
 from cbexp.peers.base import PeerConfig
@@ -123,3 +127,68 @@ def test_answers_stay_right_in_bfloat16(tmp_path, driver):
     assert outcome.summary["dtype"] == "bfloat16"
     assert outcome.summary["accuracy"] >= 0.95
     assert outcome.summary["peak_memory_gb"] > 0
+
+
+class Arithmetic:
+    """The embedded model in bf16, and 1,000 questions that it was not trained on."""
+
+    def __init__(self, num_questions=1000, device="cuda"):
+        folder = Path(cbexp.__file__).parent / "assets" / "tiny"
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device).eval()
+        self._tokenizer = AutoTokenizer.from_pretrained(folder)
+        self._questions = build_questions(num_questions, seed=7, split="heldout")
+        chats = [[{"role": "user", "content": question.text}] for question in self._questions]
+        self._prompts = self._tokenizer.apply_chat_template(
+            chats, add_generation_prompt=True, return_dict=False
+        )
+
+    def measure(self, **settings):
+        """Percentage of right answers, and what compiling came to."""
+        asked = {"max_new_tokens": 96, "page_size": 32, "num_blocks": 2000, "buckets": (64, 256)} | settings
+        with SyncCBDriver(self.model, config=CBSyncConfig(**asked)) as driver:
+            driver.add_requests(self._prompts)
+            completions = driver.drive_until_empty().values()
+            stats = driver.compile_stats
+        texts = self._tokenizer.batch_decode([list(c) for c in completions], skip_special_tokens=True)
+        pairs = zip(texts, self._questions, strict=True)
+        num_right = sum(verify_answer(text, question.answer) for text, question in pairs)
+        return 100 * num_right / len(self._questions), stats
+
+
+@pytest.fixture(scope="module")
+def arithmetic():
+    return Arithmetic()
+
+
+@pytest.fixture(scope="module")
+def plain_accuracy(arithmetic):
+    """Of the model's own code, run eagerly."""
+    percentage, _ = arithmetic.measure(fusion="none")
+    assert percentage > 95
+    return percentage
+
+
+# By default decoder layers run fused; where layers are compiled, projections do.
+MODES = {
+    "eager": {},
+    "default": {"compile_mode": "default"},
+    "reduce_overhead": {"compile_mode": "reduce-overhead"},
+    "max_autotune": {"compile_mode": "max-autotune"},
+    "max_autotune_no_cudagraphs": {"compile_mode": "max-autotune-no-cudagraphs"},
+    "cuda_graph": {"cuda_graph": True},
+    "compiled_cuda_graph": {"compile_mode": "default", "cuda_graph": True},
+    "compiled_cuda_graph by layer": {
+        "compile_mode": "default",
+        "cuda_graph": True,
+        "compile_region": "layer",
+    },
+    "cuda_graph, nothing fused": {"cuda_graph": True, "fusion": "none"},
+}
+
+
+@pytest.mark.parametrize("settings", MODES.values(), ids=MODES)
+def test_accuracy_in_bfloat16_is_that_of_eager_in_every_mode(arithmetic, plain_accuracy, settings):
+    percentage, stats = arithmetic.measure(**settings)
+    assert abs(percentage - plain_accuracy) <= 0.5
+    assert stats["max_logprob_error"] is not None, "the self-check has not run"
+    assert (stats["recompiles"], stats["graph_breaks"], stats["skipped_cudagraphs"]) == (0, 0, 0)

@@ -8,15 +8,14 @@ import random
 from pathlib import Path
 
 from cbexp.config import ExperimentConfig, SamplingConfig
-from cbexp.errors import ConfigError, DatasetError
+from cbexp.errors import ConfigError
 
 
 def load_completion_limits(config: ExperimentConfig) -> list[int]:
     """Return the limit of each of the `num_prompts` prompts, in their order.
 
     Raises:
-        ConfigError: the file has another number of limits than there are prompts.
-        DatasetError: it cannot be read, or is no list of limits.
+        ConfigError: the file cannot be read, is no list of limits, or has another number of them than prompts.
     """
     sampling, num_prompts = config.sampling, config.dataset.num_prompts
     if sampling.max_new_tokens_file is not None:
@@ -45,11 +44,11 @@ def _read_limits(path: Path, num_prompts: int) -> list[int]:
     try:
         limits = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
-        raise DatasetError(f"{key} cannot be read: {error.strerror}.") from error
+        raise ConfigError(f"{key} cannot be read: {error.strerror}.") from error
     except ValueError as error:
-        raise DatasetError(f"{key} is no JSON: {error}.") from error
+        raise ConfigError(f"{key} is no JSON: {error}.") from error
     if not isinstance(limits, list) or any(type(limit) is not int or limit < 1 for limit in limits):
-        raise DatasetError(
+        raise ConfigError(
             f"{key} must be a JSON list of whole numbers from 1, one a prompt, as in [12, 480]."
         )
     if len(limits) != num_prompts:

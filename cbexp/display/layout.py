@@ -24,7 +24,7 @@ def print_row(console: Console, label: str, text: str, style: str = "") -> None:
         ""
     ]
     for index, line in enumerate(lines):
-        shown = label if index == 0 else ""
+        shown = f"{label} " if index == 0 else ""
         _print_raw(console, Text.assemble((f"{shown:<{LABEL_COLUMNS}}", "bold"), (line, style)))
 
 

@@ -32,6 +32,9 @@ def cache_rows(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if "num_blocks" in settings:
         num_blocks, page_size = settings["num_blocks"], settings["page_size"]
         yield "cache", f"{num_blocks * page_size:,} tokens: {num_blocks:,} blocks of {page_size:,}"
+    if "fusion" in settings:
+        buckets = ", ".join(map(str, settings["buckets"])) or "of any size"
+        yield "resolved", f"fusion {settings['fusion']}, batches {buckets}"
 
 
 def set_up_rows(

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from cbexp.engine.attention_paths import describe_attention_path
 from cbexp.engine.batch_shapes import BatchShapes
 from cbexp.engine.burst import Burst, BurstRunner
 from cbexp.engine.cb_internals import PagedAttentionCache, build_page_pools
@@ -120,13 +121,14 @@ class Decoder:
 
     def describe(self) -> dict[str, Any]:
         """Settings as they run, as plain JSON values."""
-        settings = self.settings
+        settings, model = self.settings, self._callers_model
         return {
             "decode_mode": settings.mode,
             "compile_region": settings.region,
             "batch_shape": settings.shapes.policy,
             "buckets": list(settings.shapes.buckets),
             "max_burst": settings.max_burst,
+            "prefill_attention": describe_attention_path(model.config, model.device, model.dtype),
             "self_check": self._has_check,
             "self_check_results": [asdict(result) for result in self._checks.values()],
         } | self._model.describe()

@@ -39,6 +39,11 @@ class DecodingSettings:
     pad_token_id: int | None
 
 
+_COMPILE_MODE_HINT = (
+    " (Eager is None; captured graphs are cuda_graph=True, with compile_mode None or 'default'.)"
+)
+
+
 def check_config(config: CBSyncConfig) -> None:
     """Raise `EngineError` for what this driver does not do, `ValueError` for a value that makes no sense."""
     if config.do_sample:
@@ -50,8 +55,9 @@ def check_config(config: CBSyncConfig) -> None:
             _check_at_least(name, getattr(config, name), 1)
     for name, choices in CHOICES.items():
         if getattr(config, name) not in choices:
-            listed = ", ".join(map(str, choices))
-            raise ValueError(f"{name}={getattr(config, name)!r} is not a choice: {listed}.")
+            listed = ", ".join(map(repr, choices))
+            hint = _COMPILE_MODE_HINT if name == "compile_mode" else ""
+            raise ValueError(f"{name}={getattr(config, name)!r} is not a choice: {listed}.{hint}")
     _check_compile(config)
     if config.buckets is not None:
         _check_buckets(config.buckets, config)

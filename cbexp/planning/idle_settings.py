@@ -94,6 +94,9 @@ def _find_in_decode(config: ExperimentConfig) -> Iterator[str]:
     if driver != "sync":
         reason = f"driver={driver}: it is a setting of driver=sync"
         yield from _describe("compile", settings, _ENGINE_SETTINGS, reason)
+        if driver == "manager":
+            reason = "driver=manager, which compiles on a thread of its own, where PyTorch's own limit holds"
+            yield from _describe("compile", settings, {"recompile_limit"}, reason)
     elif attention not in _ENGINE_ATTENTIONS:
         reason = (
             f"model.attn_implementation={attention}, with which transformers' own forward makes each step"

@@ -173,6 +173,7 @@ def test_resolved_settings_are_plain_json_and_what_runs(shared_model, make_drive
         "batch_shape": "buckets",
         "buckets": [1, 2, 4, 8, 16, 32, 40],
         "max_burst": 128,
+        "prefill_attention": "per_sequence",
         "self_check": False,  # nothing to check: the steps are the reference
         "self_check_results": [],
     }
