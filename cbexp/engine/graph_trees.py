@@ -53,9 +53,9 @@ class TreeStep(CompiledStep):
 
     @contextmanager
     def session(self, bucket: int) -> Iterator[None]:
-        """As for a compiled step, with graphs that must not be skipped."""
+        """As for a compiled step, with graphs that must be there: neither skipped nor of a program that is void."""
         require_main_thread(self._options.mode)
-        num_skipped = self._stats.skipped_cudagraphs
+        num_skipped, num_recompiles = self._stats.skipped_cudagraphs, self._stats.recompiles
         try:
             with super().session(bucket), torch._inductor.config.patch(TREE_SETTINGS):
                 yield
@@ -65,6 +65,9 @@ class TreeStep(CompiledStep):
             raise EngineError(self._describe_skip(bucket, str(error).partition("\n")[0])) from error
         if self._stats.skipped_cudagraphs > num_skipped:
             raise EngineError(self._describe_skip(bucket, "no reason given"))
+        if self._stats.recompiles > num_recompiles:
+            reason = "its step was compiled anew, since something has changed that the program depends on"
+            raise EngineError(self._describe_skip(bucket, reason))
 
     def run(self, bucket: int) -> None:
         """Enqueue one step, a replay once `bucket` is warm."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 import weakref
 
@@ -11,11 +12,14 @@ import torch
 from torch import nn
 
 from cbexp.engine.compile_modes import TREE_MODES, build_step_runner
+from cbexp.engine.compile_stats import CompileStats
 from cbexp.engine.compiled_layers import find_decoder_layers
-from cbexp.engine.graph_trees import require_main_thread
+from cbexp.engine.compiler_session import CompileOptions
+from cbexp.engine.graph_trees import TreeStep, require_main_thread
 from cbexp.engine.model_forward import ModelForward
 from cbexp.engine.paged_attention_op import paged_decode_attention
 from cbexp.engine.self_check import check_bucket
+from cbexp.engine.step_loop import StepLoop
 from cbexp.engine.types import EngineError, UnsupportedModelError
 from tests.engine.decode_fixtures import (
     VOCAB_SIZE,
@@ -263,6 +267,21 @@ def test_trees_are_refused_on_another_thread(mode):
     thread.join()
     assert len(errors) == 1
     require_main_thread(mode)
+
+
+def test_a_recompile_where_graphs_are_promised_is_an_error(buffers, monkeypatch):
+    """Trees on a CPU record nothing, which is not what is tested here."""
+    counted = itertools.count()
+    monkeypatch.setattr(TreeStep, "_num_recorded", lambda self: next(counted))
+    options = CompileOptions("reduce_overhead", "default", None, is_batch_dynamic=True)
+    step = TreeStep(ToyForward(buffers.layers), buffers, options, CompileStats(), None)
+    runner = StepLoop(step, buffers, step._stats)
+    run_burst(runner, buffers, 4)
+    step._forward.scale = 3
+    with pytest.raises(EngineError, match=r"promises CUDA graphs and has none for 4 rows: .*compiled anew"):
+        run_burst(runner, buffers, 4)
+    assert runner.stats.recompiles == 1
+    runner.close()
 
 
 def build_model_runners(family, region):
