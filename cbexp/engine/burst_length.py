@@ -14,12 +14,21 @@ ADMISSION_BURST = 32
 # With nothing waiting, while rows may end at any token: a batch that has emptied goes on in a smaller bucket then.
 TAIL_BURST = 64
 
+# On a CPU a look costs next to nothing, and rows that have ended are computed to the burst's end.
+TAIL_BURST_ON_CPU = 8
+
 # Shorter bursts cost more host time than a smaller batch gives back.
 MIN_BURST = 8
 
 
 def choose_burst_length(
-    remaining: Sequence[int], shapes: BatchShapes, *, max_burst: int, has_eos: bool, is_queue_empty: bool
+    remaining: Sequence[int],
+    shapes: BatchShapes,
+    *,
+    max_burst: int,
+    has_eos: bool,
+    is_queue_empty: bool,
+    is_on_cpu: bool = False,
 ) -> int:
     """Steps of a burst over rows that may each produce `remaining` (at least 1) more tokens.
 
@@ -28,7 +37,8 @@ def choose_burst_length(
     """
     if is_queue_empty:
         cap = _steps_until_smaller_batch(remaining, shapes)
-        cap = min(cap, TAIL_BURST) if has_eos else cap
+        tail_burst = TAIL_BURST_ON_CPU if is_on_cpu else TAIL_BURST
+        cap = min(cap, tail_burst) if has_eos else cap
         cap = max(cap, MIN_BURST)
     else:
         # Without an EOS, no place becomes free before the first row reaches its limit.

@@ -10,7 +10,7 @@ from cbexp.engine.burst_length import choose_burst_length
 from cbexp.engine.cache_state import cache_used_fraction
 from cbexp.engine.cb_internals import PagedAttentionCache, RequestState
 from cbexp.engine.decode_requests import account_for_tokens, build_rows, remaining_tokens, reserve_room
-from cbexp.engine.decoder import Decoder, DecodeSettings
+from cbexp.engine.decoder import Decoder
 
 
 @dataclass
@@ -51,7 +51,7 @@ def run_burst(decoder: Decoder, cache: PagedAttentionCache, scheduler: Any) -> B
     if not states:
         return None
     num_others = len(scheduler.waiting_requests) + len(scheduler.active_requests) - len(states)
-    num_steps = reserve_room(cache, states, _choose_length(states, num_others, decoder.settings))
+    num_steps = reserve_room(cache, states, _choose_length(states, num_others, decoder))
     if num_steps == 0:
         return None
     used_fraction = cache_used_fraction(cache)
@@ -59,11 +59,13 @@ def run_burst(decoder: Decoder, cache: PagedAttentionCache, scheduler: Any) -> B
     return BurstStep(states, num_steps, burst.bucket, used_fraction, decoder.collect(burst), [])
 
 
-def _choose_length(states: list[RequestState], num_others: int, decode: DecodeSettings) -> int:
+def _choose_length(states: list[RequestState], num_others: int, decoder: Decoder) -> int:
+    decode = decoder.settings
     return choose_burst_length(
         [remaining_tokens(state) for state in states],
         decode.shapes,
         max_burst=decode.max_burst,
         has_eos=bool(decode.eos_token_ids),
         is_queue_empty=num_others == 0,
+        is_on_cpu=decoder.is_on_cpu,
     )

@@ -119,6 +119,11 @@ class Decoder:
             num_bursts=num_bursts,
         )
 
+    @property
+    def is_on_cpu(self) -> bool:
+        """Whether the host itself computes the steps."""
+        return self._buffers.positions.device.type == "cpu"
+
     def describe(self) -> dict[str, Any]:
         """Settings as they run, as plain JSON values."""
         settings, model = self.settings, self._callers_model

@@ -5,16 +5,20 @@ from __future__ import annotations
 import pytest
 
 from cbexp.engine.batch_shapes import build_batch_shapes
-from cbexp.engine.burst_length import ADMISSION_BURST, MIN_BURST, TAIL_BURST, choose_burst_length
+from cbexp.engine.burst_length import (
+    ADMISSION_BURST,
+    MIN_BURST,
+    TAIL_BURST,
+    TAIL_BURST_ON_CPU,
+    choose_burst_length,
+)
 
 FIXED, NATURAL = {"has_eos": False}, {"has_eos": True}
 
 
-def length(remaining, *, has_eos, is_queue_empty, max_burst=1000, policy="buckets"):
+def length(remaining, *, max_burst=1000, policy="buckets", **situation):
     shapes = build_batch_shapes(policy, None, 8)
-    return choose_burst_length(
-        remaining, shapes, max_burst=max_burst, has_eos=has_eos, is_queue_empty=is_queue_empty
-    )
+    return choose_burst_length(remaining, shapes, max_burst=max_burst, **situation)
 
 
 @pytest.mark.parametrize("has_eos", [False, True])
@@ -45,6 +49,7 @@ def test_a_smaller_bucket_is_not_worth_a_tiny_burst():
 def test_rows_that_may_end_are_looked_after():
     assert length([300] * 5, has_eos=True, is_queue_empty=True) == TAIL_BURST
     assert length([300] * 5, has_eos=True, is_queue_empty=False) == ADMISSION_BURST
+    assert length([300] * 5, has_eos=True, is_queue_empty=True, is_on_cpu=True) == TAIL_BURST_ON_CPU
 
 
 def test_while_requests_wait_the_first_limit_frees_the_first_row():

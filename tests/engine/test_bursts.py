@@ -9,7 +9,7 @@ import torch
 
 from cbexp.engine import EngineError
 from cbexp.engine.burst import BurstRunner
-from cbexp.engine.burst_length import ADMISSION_BURST, MIN_BURST, TAIL_BURST
+from cbexp.engine.burst_length import ADMISSION_BURST, MIN_BURST, TAIL_BURST_ON_CPU
 from cbexp.engine.burst_step import BurstStep
 from cbexp.engine.paged_engine import PagedEngine
 from cbexp.engine.step_loop import StepLoop
@@ -80,11 +80,11 @@ def test_with_an_eos_the_host_looks_more_often(shared_model, make_driver, make_p
         eos_token_id=unused,
     )
     assert drive(driver, prompts) == [reference("qwen3", p, 150) for p in prompts]
-    waiting, tail = math.ceil(149 / ADMISSION_BURST), math.ceil(149 / TAIL_BURST)
+    waiting, tail = math.ceil(149 / ADMISSION_BURST), math.ceil(149 / TAIL_BURST_ON_CPU)
     steps = [step for step in driver.steps if step.kind == "decode"]
     assert len(steps) == waiting + tail
     assert [step.num_steps for step in steps[:2]] == [ADMISSION_BURST] * 2
-    assert steps[waiting].num_steps == TAIL_BURST
+    assert steps[waiting].num_steps == TAIL_BURST_ON_CPU
 
 
 def test_a_row_that_ends_early_idles_and_the_batch_shrinks(shared_model, make_driver, make_prompts):
