@@ -45,6 +45,9 @@ _CHAT_FIELDS = {"system_prompt", "chat_template", "chat_template_kwargs"}
 _ROW_FIELDS = {"path", "shuffle_seed", "prompt_field", "answer_field", "verifier"} | _CHAT_FIELDS
 _LENGTH_FIELDS = {"min_length", "max_length", "lengths_seed", "lengths_file"}
 _FIELDS_OF_ALL_KINDS = {"name", "kind", "num_prompts", "num_generations"}
+# Of the engine (cbexp.engine.settings), which this module does not import.
+MAX_BUCKET, MAX_BURST = 1024, 4096
+MAX_SIGMA = 10.0
 DATASET_FIELDS_BY_KIND: dict[str, set[str]] = {
     "arithmetic": {"verifier"} | _CHAT_FIELDS,
     "hub": {"config_name", "revision", "split"} | _ROW_FIELDS,
@@ -232,6 +235,10 @@ class SamplingConfig:
     def __post_init__(self) -> None:
         check_at_least("sampling.max_new_tokens", self.max_new_tokens, 1)
         check_at_least("sampling.sigma_new_tokens", self.sigma_new_tokens, 0)
+        if not self.sigma_new_tokens <= MAX_SIGMA:
+            raise ConfigError(
+                f"sampling.sigma_new_tokens={self.sigma_new_tokens} must be a number from 0 to {MAX_SIGMA}."
+            )
         check_at_least("sampling.new_tokens_seed", self.new_tokens_seed, 0)
         if self.median_new_tokens is not None:
             self._check_drawn_limits(self.median_new_tokens)
@@ -323,6 +330,8 @@ class CompileConfig:
         check_choice("compile.batch_shape", self.batch_shape, BATCH_SHAPES)
         check_at_least("compile.max_burst", self.max_burst, 1)
         check_at_least("compile.recompile_limit", self.recompile_limit, 1)
+        if self.max_burst > MAX_BURST:
+            raise ConfigError(f"compile.max_burst={self.max_burst} is too large: at most {MAX_BURST} steps.")
         if self.cache_dir == "":
             raise ConfigError("compile.cache_dir is empty: give a folder, or null for PyTorch's own.")
         if self.buckets is not None:
@@ -336,10 +345,12 @@ class CompileConfig:
             )
 
     def _check_buckets(self, buckets: list[int]) -> None:
-        if not buckets or buckets[0] < 1 or any(a >= b for a, b in itertools.pairwise(buckets)):
+        is_ascending = all(a < b for a, b in itertools.pairwise(buckets))
+        if not buckets or buckets[0] < 1 or not is_ascending or buckets[-1] > MAX_BUCKET:
             shown = ",".join(map(str, buckets))
             raise ConfigError(
-                f"compile.buckets=[{shown}] must be batch sizes of at least 1 in ascending order, as in [1,8,32]."
+                f"compile.buckets=[{shown}] must be batch sizes of at least 1 in ascending order, as in [1,8,32], "
+                f"and of at most {MAX_BUCKET}."
             )
 
 

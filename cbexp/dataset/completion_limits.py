@@ -45,7 +45,7 @@ def _read_limits(path: Path, num_prompts: int) -> list[int]:
         limits = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"{key} cannot be read: {error.strerror}.") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{key} is no JSON: {error}.") from error
     if not isinstance(limits, list) or any(type(limit) is not int or limit < 1 for limit in limits):
         raise ConfigError(

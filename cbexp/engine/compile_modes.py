@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -116,8 +117,18 @@ def _check(mode: str, region: CompileRegion, device: torch.device) -> None:
         raise EngineError(f"{mode} captures CUDA graphs, and the model is on {device}.")
     if region == "layer" and (TORCH_MODES[mode] is None or mode in TREE_MODES):
         raise EngineError(f"region='layer' does not go with {mode}, which compiles no layers.")
-    if device.type == "cpu" and TORCH_MODES[mode] is not None:
-        require_cpp_compiler(mode)
+    if TORCH_MODES[mode] is not None:
+        _require_torch_compile(mode)
+        if device.type == "cpu":
+            require_cpp_compiler(mode)
+
+
+def _require_torch_compile(mode: str) -> None:
+    if torch._dynamo.config.disable or os.environ.get("TORCH_COMPILE_DISABLE") == "1":
+        raise EngineError(
+            f"{mode} compiles nothing: torch.compile is switched off in this process (TORCH_COMPILE_DISABLE or "
+            "TORCHDYNAMO_DISABLE)."
+        )
 
 
 def require_cpp_compiler(mode: str) -> None:

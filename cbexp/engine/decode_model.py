@@ -72,15 +72,18 @@ class DecodeModel:
         weights that were written in place keep everything valid.
         """
         self.fusion = resolve_fusion(self._model, self._asked, allows_layers=self._allows_layers)
+        self._projections.remove()  # whose forwards are not the caller's
+        code = tuple(_code_states(self._model))
         if self.fusion == "projections":
             self._projections.install()
         elif self.fusion == "layers":
             self._projections.weights.refresh()
-        addresses = (self.fusion, *_addresses(self._model))
+        addresses = (self.fusion, *code, *_addresses(self._model))
         if addresses == self._addresses:
             return False
-        self._addresses = addresses
+        self._addresses = None  # should building fail, the next drive builds again
         self.forward = self._build_forward()
+        self._addresses = addresses
         return True
 
     def plain_logits(self, token_ids: Tensor, positions: Tensor) -> Tensor:
@@ -116,18 +119,22 @@ class DecodeModel:
         return FusedForward(fused, self._pages, tuple(layer.self_attn for layer in self._model.model.layers))
 
 
-def _addresses(model: PreTrainedModel) -> tuple[Any, ...]:
-    """What compiled and captured code has baked in: where every parameter lies, and which adapters take part."""
-    parameters = (
-        (name, parameter.data_ptr(), parameter.dtype, parameter.shape)
-        for name, parameter in model.named_parameters()
-    )
-    return (*parameters, *_adapter_states(model))
+def _addresses(model: PreTrainedModel) -> Iterator[tuple[Any, ...]]:
+    """Where every parameter and buffer lies, and as what: compiled and captured code has it baked in."""
+    for tensors in (model.named_parameters(), model.named_buffers()):
+        for name, tensor in tensors:
+            yield name, tensor.data_ptr(), tensor.dtype, tensor.shape
 
 
-def _adapter_states(model: PreTrainedModel) -> Iterator[tuple[Any, ...]]:
-    """Of each layer that PEFT has wrapped, what decides of its forward besides its parameters."""
+def _code_states(model: PreTrainedModel) -> Iterator[tuple[Any, ...]]:
+    """What decides of the modules' forwards besides tensors: hooks, replaced forwards, adapters and their factors.
+
+    The compiler guards on no hook, and a captured graph on nothing.
+    """
     for name, module in model.named_modules():
+        hooks = (*module._forward_pre_hooks.items(), *module._forward_hooks.items())
+        if hooks or "forward" in vars(module):
+            yield name, *((key, id(hook)) for key, hook in hooks), id(vars(module).get("forward"))
         # transformers' models have methods of these names.
         if isinstance(getattr(module, "disable_adapters", None), bool):
             scaling = getattr(module, "scaling", {})

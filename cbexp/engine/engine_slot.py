@@ -23,7 +23,12 @@ from cbexp.engine.paged_engine import PagedEngine
 from cbexp.engine.probe import probe_paged_forward
 from cbexp.engine.request_book import PromptGroup
 from cbexp.engine.settings import check_device, compile_mode_name
-from cbexp.engine.sizing import choose_safety_margin, count_blocks_needed, resolve_max_requests
+from cbexp.engine.sizing import (
+    add_spare_blocks,
+    choose_safety_margin,
+    count_blocks_needed,
+    resolve_max_requests,
+)
 from cbexp.engine.types import CBSyncConfig, EngineError
 
 
@@ -86,9 +91,11 @@ class EngineSlot:
         """
         needed = count_blocks_needed(groups, self._config.page_size, self._slack_blocks)
         engine = self._engine
-        if engine is None or (self._config.num_blocks is None and engine.num_blocks < needed):
+        is_too_small = engine is not None and self._config.num_blocks is None and engine.num_blocks < needed
+        if engine is None or is_too_small or not engine.suits(self._model):
             self.drop()
-            engine = self._engine = self._build(needed)
+            num_blocks = add_spare_blocks(needed, self._config)
+            engine = self._engine = self._build(self._config.num_blocks or num_blocks)
         engine.begin()
         engine.set_safety_margin(choose_safety_margin(needed, engine.num_blocks))
         return engine

@@ -47,6 +47,7 @@ class PagedEngine:
         self, model: PreTrainedModel, settings: EngineSettings, decode: DecodeSettings | None
     ) -> None:
         self._device = model.device
+        self._dtype = model.dtype
         self._processor = build_processor(model, settings)
         self._cache = self._processor.cache
         self._scheduler: Any = self._processor.scheduler  # with AdmissionControl
@@ -92,6 +93,10 @@ class PagedEngine:
         """Share of the cache, in [0, 1], to keep free of new prompts so that admitted requests can grow."""
         self._scheduler.safety_margin = margin
         self._described["safety_margin"] = margin
+
+    def suits(self, model: PreTrainedModel) -> bool:
+        """Whether the cache is where the model is now, in its dtype."""
+        return (self._device, self._dtype) == (model.device, model.dtype)
 
     def submit(self, group: PromptGroup) -> None:
         """Queue a prompt; its generations beyond the first are forked from it once its prompt is in the cache."""

@@ -93,6 +93,8 @@ def check_bucket(
     check = _Check(buffers, CheckRows(buffers, pools, bucket), mode)
     with check.rows.in_place():
         logits, cache = check.run_forward(reference, "the reference")
+        if not bool(logits.isfinite().all()):
+            raise EngineError("The model's own logits are not finite: look at its weights.")
         own_logits, own_cache = check.run_forward(forward.logits, "the forward")
         tokens, run_cache = check.run_step(runner)
     check.require_known(tokens, vocab_size=logits.shape[-1])

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
+from torch import Tensor
 from transformers import GenerationConfig
 
 from cbexp.engine.types import (
@@ -44,8 +45,22 @@ _COMPILE_MODE_HINT = (
 )
 
 
+_INT_SETTINGS = (
+    *("max_new_tokens", "pad_token_id", "page_size", "num_blocks", "max_batch_tokens"),
+    *("max_requests_per_batch", "max_burst", "recompile_limit"),
+)
+_BOOL_SETTINGS = ("do_sample", "cuda_graph", "allow_block_sharing", "self_check")
+_SETTINGS_THAT_MAY_BE_NONE = (
+    *("max_new_tokens", "pad_token_id", "num_blocks", "max_requests_per_batch", "recompile_limit"),
+)
+# What the kernels are made and tested for; static buffers hold all of it.
+MAX_BUCKET = 1024
+MAX_BURST = 4096
+
+
 def check_config(config: CBSyncConfig) -> None:
     """Raise `EngineError` for what this driver does not do, `ValueError` for a value that makes no sense."""
+    _check_types(config)
     if config.do_sample:
         raise EngineError("do_sample=True is not available yet: this driver decodes greedily.")
     for name, minimum in (("page_size", MIN_PAGE_SIZE), ("max_batch_tokens", 1), ("max_burst", 1)):
@@ -58,6 +73,8 @@ def check_config(config: CBSyncConfig) -> None:
             listed = ", ".join(map(repr, choices))
             hint = _COMPILE_MODE_HINT if name == "compile_mode" else ""
             raise ValueError(f"{name}={getattr(config, name)!r} is not a choice: {listed}.{hint}")
+    if config.max_burst > MAX_BURST:
+        raise ValueError(f"max_burst={config.max_burst} is too large: at most {MAX_BURST} steps.")
     _check_compile(config)
     if config.buckets is not None:
         _check_buckets(config.buckets, config)
@@ -89,6 +106,25 @@ def compile_mode_name(config: CBSyncConfig) -> str:
     return "compiled_cuda_graph" if config.cuda_graph else config.compile_mode.replace("-", "_")
 
 
+def _check_types(config: CBSyncConfig) -> None:
+    """Raise `TypeError`, naming the setting, for a value of another type: "off" would count as true."""
+    if not isinstance(config, CBSyncConfig):
+        raise TypeError(f"config={config!r} is a {type(config).__name__}: pass a CBSyncConfig.")
+    for name in _INT_SETTINGS:
+        value = getattr(config, name)
+        if type(value) is not int and not (value is None and name in _SETTINGS_THAT_MAY_BE_NONE):
+            raise TypeError(f"{name}={value!r} must be a whole number.")
+    for name in _BOOL_SETTINGS:
+        if type(getattr(config, name)) is not bool:
+            raise TypeError(f"{name}={getattr(config, name)!r} must be True or False.")
+    buckets = config.buckets
+    is_sequence = isinstance(buckets, Sequence) and not isinstance(buckets, str)
+    if buckets is not None and not (is_sequence and all(type(b) is int for b in buckets)):
+        raise TypeError(f"buckets={buckets!r} must be a list of whole numbers, or None.")
+    if config.on_step is not None and not callable(config.on_step):
+        raise TypeError(f"on_step={config.on_step!r} must be a function of a step's index and its StepInfo.")
+
+
 def _check_compile(config: CBSyncConfig) -> None:
     mode = config.compile_mode
     if config.cuda_graph and mode not in (None, "default"):
@@ -106,8 +142,10 @@ def _check_compile(config: CBSyncConfig) -> None:
 
 def _check_buckets(buckets: Sequence[int], config: CBSyncConfig) -> None:
     is_ascending = all(a < b for a, b in itertools.pairwise(buckets))
-    if not buckets or buckets[0] < 1 or not is_ascending:
-        raise ValueError(f"buckets={tuple(buckets)} must be batch sizes of at least 1 in ascending order.")
+    if not buckets or buckets[0] < 1 or not is_ascending or buckets[-1] > MAX_BUCKET:
+        raise ValueError(
+            f"buckets={tuple(buckets)} must be batch sizes from 1 to {MAX_BUCKET} in ascending order."
+        )
     if config.batch_shape == "natural":
         raise EngineError("buckets are without effect when batch_shape='natural': leave them out.")
     largest = config.max_requests_per_batch
@@ -139,12 +177,16 @@ def resolve_decoding(
 ) -> DecodingSettings:
     """Settings of `config`, else of `generation_config`, of which nothing but limit, EOS and pad is read."""
     if config.eos_token_id is not None:
-        eos_token_ids = _as_ids(config.eos_token_id)
-        for token_id in eos_token_ids:
-            _check_token_id("eos_token_id", token_id, vocab_size)
+        eos_token_ids, where = _as_ids(config.eos_token_id), "eos_token_id"
     else:
+        ids, where = (
+            _as_ids(getattr(generation_config, "eos_token_id", None)),
+            "generation_config.eos_token_id",
+        )
         # Upstream's batching leaves -1 in a config that has no EOS.
-        eos_token_ids = tuple(i for i in _as_ids(getattr(generation_config, "eos_token_id", None)) if i >= 0)
+        eos_token_ids = tuple(i for i in ids if i != -1)
+    for token_id in eos_token_ids:
+        _check_token_id(where, token_id, vocab_size)
     if config.pad_token_id is not None:
         _check_token_id("pad_token_id", config.pad_token_id, vocab_size)
     return DecodingSettings(
@@ -159,10 +201,13 @@ def _first_set(config: CBSyncConfig, generation_config: GenerationConfig | None,
     return getattr(generation_config, name, None) if value is None else value
 
 
-def _as_ids(value: int | Iterable[int] | None) -> tuple[int, ...]:
+def _as_ids(value: Any) -> tuple[Any, ...]:
+    """The ids in what configs hold: one, several, or a tensor of them; they are not checked yet."""
     if value is None:
         return ()
-    return (value,) if isinstance(value, int) else tuple(value)
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
 
 
 def _check_at_least(name: str, value: int, minimum: int) -> None:

@@ -6,6 +6,10 @@ import math
 from collections.abc import Iterable, Sequence
 
 from cbexp.engine.request_book import PromptGroup
+from cbexp.engine.types import CBSyncConfig
+
+# Of one row over two blocks, and one to spare.
+MIN_BLOCKS_FOR_CHECK = 3
 
 # Free share below which no further prompt is admitted, so that running requests can grow. Upstream's figure for FIFO:
 # with uneven lengths and 0.6 of the blocks needed it halves the tokens read again, at 1 % more steps than 0.
@@ -36,3 +40,9 @@ def resolve_max_requests(
     """Most requests of one batch: each of them has a block of its own and, in an ordinary step, a token."""
     largest = DEFAULT_MAX_REQUESTS if buckets is None else buckets[-1]
     return min(largest if asked is None else asked, num_blocks, max_batch_tokens)
+
+
+def add_spare_blocks(num_blocks: int, config: CBSyncConfig) -> int:
+    """`num_blocks`, or the few more that a self-check takes when a round needs hardly any."""
+    has_check = config.has_engine_attention and config.self_check
+    return max(num_blocks, MIN_BLOCKS_FOR_CHECK) if has_check else num_blocks

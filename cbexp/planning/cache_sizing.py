@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cbexp.engine.sizing import MIN_BLOCKS_FOR_CHECK
 from cbexp.errors import ConfigError, MemoryBudgetError
 from cbexp.model.memory import (
     CacheCost,
@@ -69,6 +70,8 @@ def size_cache(
             plan.architecture, plan.dtype, max_batch_tokens, max_requests, is_masked=plan.attention.is_masked
         )
         num_blocks = _size_for_round(plan, prompt_lengths, num_generations, slack_blocks, cost, free_bytes)
+        if plan.decode is not None and plan.decode.self_check:
+            num_blocks = max(num_blocks, MIN_BLOCKS_FOR_CHECK)
     return CacheSize(num_blocks, max_batch_tokens, max_requests)
 
 

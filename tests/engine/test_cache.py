@@ -83,3 +83,23 @@ def test_step_time_does_not_grow_with_the_cache(shared_model, make_driver, make_
         durations = sorted(step.duration_s for step in driver.steps if step.kind == "decode")
         medians.append(durations[len(durations) // 2])
     assert medians[1] < 3 * medians[0]
+
+
+def test_a_round_of_one_page_has_room_for_the_self_check(shared_model, make_driver, prompts, greedy):
+    model = shared_model("qwen3")
+    driver = make_driver(model, fusion="projections", page_size=64, num_blocks=None)
+    driver.add_requests([prompts[0][:5]], max_new_tokens=3)
+    (completion,) = driver.drive_until_empty().values()
+    assert tuple(completion) == greedy(model, prompts[0][:5], 3)
+    assert driver.resolved["self_check_results"]
+
+
+@pytest.mark.parametrize("num_blocks", [None, 60])
+def test_another_dtype_between_rounds_gets_another_cache(new_model, make_driver, prompts, greedy, num_blocks):
+    model = new_model("qwen3")
+    driver = make_driver(model, num_blocks=num_blocks)
+    for dtype in (torch.float32, torch.float64, torch.float32):
+        model.to(dtype)
+        driver.add_requests(prompts[:2], max_new_tokens=4)
+        tokens = [tuple(c) for c in driver.drive_until_empty().values()]
+        assert tokens == [greedy(model, prompt, 4) for prompt in prompts[:2]]

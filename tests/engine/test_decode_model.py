@@ -74,3 +74,33 @@ def test_layers_are_refused_with_the_reason(model):
     lora = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
     with pytest.raises(EngineError, match=r"fusion='layers' is impossible: .*q_proj"):
         resolve_fusion(lora.get_base_model(), "layers", allows_layers=True)
+
+
+def test_a_hook_or_another_forward_voids_compiled_code(decode_model, model):
+    """No guard of the compiler's sees a hook, and a captured graph sees nothing."""
+    if decode_model.fusion == "layers":
+        pytest.skip("whole layers run no hooks: they are refused")
+    handle = model.model.layers[0].register_forward_hook(lambda module, inputs, output: output)
+    assert decode_model.begin()
+    assert not decode_model.begin()
+    handle.remove()
+    assert decode_model.begin()
+    model.lm_head.forward = model.lm_head.forward
+    assert decode_model.begin()
+
+
+def test_a_buffer_that_moves_voids_compiled_code(decode_model, model):
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq.clone()
+    assert decode_model.begin()
+
+
+def test_a_drive_after_a_failed_one_builds_again(decode_model, model, monkeypatch):
+    def fail(self):
+        raise torch.OutOfMemoryError("no memory for rotary tables")
+
+    model.lm_head.weight.data = model.lm_head.weight.data.clone()
+    with monkeypatch.context() as patched:
+        patched.setattr(DecodeModel, "_build_forward", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            decode_model.begin()
+    assert decode_model.begin()

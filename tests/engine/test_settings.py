@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from transformers import GenerationConfig
 
-from cbexp.engine import EngineError
+from cbexp import config as schema
+from cbexp.engine import CBSyncConfig, EngineError, SyncCBDriver
+from cbexp.engine import settings as engine_settings
 
 
 def lengths(driver, prompts, **kwargs):
@@ -191,3 +194,44 @@ def test_block_sharing_is_recorded_as_it_runs(shared_model, make_driver):
 def test_batches_never_hold_more_requests_than_tokens(shared_model, make_driver):
     driver = make_driver(shared_model("qwen3"), num_blocks=40, max_batch_tokens=6, max_requests_per_batch=30)
     assert driver.resolved["max_requests_per_batch"] == 6
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"page_size": "256"}, TypeError, "page_size='256' must be a whole number"),
+        ({"num_blocks": 2.5}, TypeError, "num_blocks=2.5 must be a whole number"),
+        ({"max_burst": None}, TypeError, "max_burst=None must be a whole number"),
+        ({"allow_block_sharing": "off"}, TypeError, "allow_block_sharing='off' must be True or False"),
+        ({"buckets": "14"}, TypeError, "buckets='14' must be a list of whole numbers"),
+        ({"buckets": [1.5]}, TypeError, "must be a list of whole numbers"),
+        ({"on_step": 3}, TypeError, "on_step=3 must be a function"),
+        ({"buckets": [10**6]}, ValueError, "from 1 to 1024"),
+        ({"max_burst": 10**9}, ValueError, "at most 4096"),
+        ({"compile_mode": "max_autotune"}, ValueError, "Eager is None"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused_by_name(shared_model, settings, error, message):
+    with pytest.raises(error, match=message):
+        SyncCBDriver(shared_model("qwen3"), config=CBSyncConfig(max_new_tokens=3, **settings))
+
+
+@pytest.mark.parametrize("eos", [torch.tensor([5]), torch.tensor(5), [5], 5])
+def test_eos_of_a_generation_config_comes_in_all_shapes(shared_model, eos):
+    generation_config = GenerationConfig(max_new_tokens=3)
+    generation_config.eos_token_id = eos
+    with SyncCBDriver(shared_model("qwen3"), generation_config) as driver:
+        assert driver.resolved["eos_token_ids"] == [5]
+
+
+@pytest.mark.parametrize("eos", [[2, None], "x", 1.5, 10**9])
+def test_eos_of_a_generation_config_is_checked(shared_model, eos):
+    generation_config = GenerationConfig(max_new_tokens=3)
+    generation_config.eos_token_id = eos
+    with pytest.raises(ValueError, match=r"generation_config.eos_token_id .* is not a token id"):
+        SyncCBDriver(shared_model("qwen3"), generation_config)
+
+
+def test_the_bounds_of_the_command_line_are_the_engines():
+    bounds = (engine_settings.MAX_BUCKET, engine_settings.MAX_BURST)
+    assert bounds == (schema.MAX_BUCKET, schema.MAX_BURST)
