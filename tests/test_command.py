@@ -86,7 +86,7 @@ def test_interrupt_stops_at_once_and_keeps_what_was_finished(tmp_path, sent):
     assert (run_dir / "status.json").stat().st_mtime - sent_s < 3
     assert process.returncode == 130
     assert "Traceback" not in errors
-    assert "INTERRUPTED" in errors
+    assert f"INTERRUPTED: stopped by {'SIGTERM' if sent == signal.SIGTERM else 'Ctrl-C'}" in errors
     assert json.loads((run_dir / "status.json").read_text())["status"] == "interrupted"
     assert not (run_dir / "summary.json").exists()
     rounds, num_torn = read_jsonl(run_dir / "rounds.jsonl")

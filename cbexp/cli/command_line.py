@@ -10,6 +10,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 import hydra
 from omegaconf import DictConfig
@@ -77,6 +78,10 @@ def conf_dir() -> Path:
     return installed if installed.is_dir() else package.parent / "conf"
 
 
+def _interrupt_on_sigterm(_signal: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt("stopped by SIGTERM")
+
+
 def _run_command(args: Namespace) -> int:
     try:
         command = check_command(args, conf_dir())
@@ -88,7 +93,7 @@ def _run_command(args: Namespace) -> int:
     runner = JobRunner(command)
     is_interrupted = False
     # What batch systems send before they kill: end as after Ctrl-C, with everything written.
-    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    previous = signal.signal(signal.SIGTERM, _interrupt_on_sigterm)
     try:
         _hand_to_hydra(runner)
     except KeyboardInterrupt:
