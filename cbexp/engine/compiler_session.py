@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from cbexp.engine.interrupts import deferring_interrupts
+from cbexp.engine.operators import declare_operators
 from cbexp.engine.types import EngineError
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -36,6 +37,7 @@ def compile_alone(function: _Function, options: CompileOptions) -> _Function:
 
     Programs and the recompile limit belong to a code object: runners do not share them, and they go with the runner.
     """
+    declare_operators()
     copied = FunctionType(
         function.__code__.replace(),
         function.__globals__,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cbexp.engine import fused_reference as reference
+from cbexp.engine.operators import operator
 from cbexp.engine.paged_attention_op import paged_decode_attention
 
 # Rows up to which the own kernels, made for reading weights, beat the matrix products of the vendor's library.
@@ -17,7 +18,7 @@ MAX_SKINNY_ROWS = 64
 MIN_PROGRAMS_EACH = 0.9
 
 
-@torch.library.custom_op("cbexp::embed_norm", mutates_args=())
+@operator("embed_norm")
 def embed_norm(token_ids: Tensor, table: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """As `fused_reference.embed_norm`."""
     if not table.is_cuda:
@@ -33,7 +34,7 @@ def _(token_ids: Tensor, table: Tensor, weight: Tensor, eps: float) -> tuple[Ten
     return table.new_empty(shape), table.new_empty(shape)
 
 
-@torch.library.custom_op("cbexp::rotated_projection", mutates_args=())
+@operator("rotated_projection")
 def rotated_projection(
     x: Tensor,
     weight: Tensor,
@@ -84,7 +85,7 @@ def _(
     return x.new_empty((x.shape[0], all_heads, weight.shape[0] // all_heads))
 
 
-@torch.library.custom_op("cbexp::attend_new_token", mutates_args={"pages"})
+@operator("attend_new_token", mutates_args={"pages"})
 def attend_new_token(
     x: Tensor,
     weight: Tensor,
@@ -171,7 +172,7 @@ def _attends_in_one_kernel(x: Tensor, num_kv_heads: int, head_dim: int) -> bool:
     return x.shape[0] * num_kv_heads >= MIN_PROGRAMS_EACH * device_limits(x.device).num_multiprocessors
 
 
-@torch.library.custom_op("cbexp::project_add_norm", mutates_args=())
+@operator("project_add_norm")
 def project_add_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -190,7 +191,7 @@ def _(
     return torch.empty_like(residual), torch.empty_like(residual)
 
 
-@torch.library.custom_op("cbexp::gated_projection", mutates_args=())
+@operator("gated_projection")
 def gated_projection(x: Tensor, weight: Tensor) -> Tensor:
     """As `fused_reference.gated_projection`."""
     if not x.is_cuda:
@@ -209,7 +210,7 @@ def _(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[0] // 2))
 
 
-@torch.library.custom_op("cbexp::best_tokens", mutates_args=())
+@operator("best_tokens")
 def best_tokens(x: Tensor, weight: Tensor) -> Tensor:
     """As `fused_reference.best_tokens`."""
     if not x.is_cuda:

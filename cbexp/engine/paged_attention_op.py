@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from cbexp.engine.attention_reference import paged_decode_reference
+from cbexp.engine.operators import operator
 
 __all__ = ["paged_decode_attention"]
 
 
-@torch.library.custom_op("cbexp::paged_decode_attention", mutates_args={"pages"})
+@operator("paged_decode_attention", mutates_args={"pages"})
 def paged_decode_attention(
     query: Tensor,
     key: Tensor,

@@ -14,7 +14,7 @@ from torch import nn
 from cbexp.engine.compile_modes import TREE_MODES, build_step_runner
 from cbexp.engine.compile_stats import CompileStats
 from cbexp.engine.compiled_layers import find_decoder_layers
-from cbexp.engine.compiler_session import CompileOptions
+from cbexp.engine.compiler_session import CompileOptions, compile_alone
 from cbexp.engine.graph_trees import TreeStep, require_main_thread
 from cbexp.engine.model_forward import ModelForward
 from cbexp.engine.paged_attention_op import paged_decode_attention
@@ -381,3 +381,12 @@ def test_decoder_layers_are_found_or_missed_by_name():
     model.model.layers[1].forward = model.model.layers[1].forward
     with pytest.raises(UnsupportedModelError, match="Qwen3DecoderLayer, and layer 1 has another one"):
         find_decoder_layers(model)
+
+
+def test_no_operator_is_new_to_the_compiler():
+    """One that is new to torch 2.11 is described with all that it is computed from, which takes minutes."""
+    compile_alone(lambda: None, CompileOptions("default", "default", None, True))
+    from torch._inductor.lowering import FALLBACK_ALLOW_LIST
+
+    operators = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("cbexp::")}
+    assert {"cbexp::best_tokens", "cbexp::paged_decode_attention"} <= operators <= set(FALLBACK_ALLOW_LIST)
