@@ -155,6 +155,8 @@ class Decoder:
         """Drop what was captured, and give every parameter its own storage back."""
         self._drop_runner()
         self._model.close()
+        # It calls back: a cycle would keep the cache until the next garbage collection.
+        del self._bursts
 
     @property
     def _has_check(self) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
+import weakref
 
 import numpy
 import pytest
@@ -154,3 +156,24 @@ def test_a_compile_config_on_the_model_is_not_taken_up(new_model, make_driver, p
     assert processor.model_runner._compiled_varlen is None
     assert processor.model_runner._compiled_decode is None
     assert driver.resolved["compile_mode"] is None
+
+
+@pytest.mark.parametrize("compile_mode", [None, "default"])
+def test_close_frees_the_cache_at_once(shared_model, make_driver, prompts, compile_mode):
+    """The trainer needs the memory now, and no collection comes by itself when memory is short on the device."""
+    driver = make_driver(
+        shared_model("qwen3"), compile_mode=compile_mode, num_blocks=64, max_requests_per_batch=2
+    )
+    driver.add_requests(prompts, max_new_tokens=NUM_NEW)
+    driver.drive_until_empty()
+    decoder = driver._slot._engine._decoder
+    cache = [weakref.ref(layer.pages) for layer in decoder._buffers.layers]
+    cache.append(weakref.ref(driver._slot._engine._cache.cache_tensor))
+    del decoder
+    gc.collect()
+    gc.disable()
+    try:
+        driver.close()
+        assert [reference() is None for reference in cache] == [True] * len(cache)
+    finally:
+        gc.enable()
