@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import islice
+from operator import attrgetter
 from typing import Any
 
 from cbexp.engine.burst_length import choose_burst_length
@@ -50,6 +51,9 @@ def run_burst(decoder: Decoder, cache: PagedAttentionCache, scheduler: Any) -> B
     states = list(islice(decoding, decoder.settings.shapes.max_rows))
     if not states:
         return None
+    # Rows start in order: the longest first, so that none of them is left over at the end of an attention kernel
+    # (Graham, Bounds on Multiprocessing Timing Anomalies, 1969).
+    states.sort(key=attrgetter("position_offset"), reverse=True)
     num_others = len(scheduler.waiting_requests) + len(scheduler.active_requests) - len(states)
     num_steps = reserve_room(cache, states, _choose_length(states, num_others, decoder))
     if num_steps == 0:

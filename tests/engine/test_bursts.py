@@ -99,6 +99,21 @@ def test_a_row_that_ends_early_idles_and_the_batch_shrinks(shared_model, make_dr
     assert [step.num_finished for step in driver.steps] == [0, 1, 1, 1]
 
 
+def test_the_longest_rows_come_first(shared_model, make_driver, make_prompts, monkeypatch):
+    """Attention starts its programs in that order, and a long one begun last would run on alone."""
+    positions = []
+    original = BurstRunner.submit
+
+    def submit(runner, rows, num_steps):
+        positions.append([row.position for row in rows])
+        return original(runner, rows, num_steps)
+
+    monkeypatch.setattr(BurstRunner, "submit", submit)
+    driver = make_driver(shared_model("qwen3"), num_blocks=100, max_requests_per_batch=4)
+    drive(driver, make_prompts((3, 9, 5, 7)), max_new_tokens=6)
+    assert positions[-1] == [9, 7, 5, 3]
+
+
 def test_an_eos_ends_a_row_on_the_device(shared_model, make_driver, prompts, reference):
     full = reference("qwen3", prompts[5], 40)
     eos = next(token for token in full[5:] if token not in full[:5])

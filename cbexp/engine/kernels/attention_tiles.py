@@ -65,11 +65,12 @@ def choose_attention_tile(
     itemsize: int,
     limits: DeviceLimits,
     num_resident: int = RESIDENT_PROGRAMS,
+    tiles: tuple[AttentionTile, ...] = TILES,
 ) -> AttentionTile:
-    """Return the first tile of which `num_resident` programs fit, or the smallest; sizes are in elements and bytes."""
+    """Return the first of `tiles` of which `num_resident` programs fit, or the last; sizes in elements and bytes."""
     budget = limits.max_shared_bytes // num_resident
-    fitting = (tile for tile in TILES if tile.shared_bytes(group_rows, block_dim, itemsize) <= budget)
-    return next(fitting, TILES[-1])
+    fitting = (tile for tile in tiles if tile.shared_bytes(group_rows, block_dim, itemsize) <= budget)
+    return next(fitting, tiles[-1])
 
 
 def choose_num_splits(num_programs: int, num_slots: int, limits: DeviceLimits) -> int:

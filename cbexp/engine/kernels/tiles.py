@@ -21,6 +21,16 @@ MAX_SPLITS = 8
 # Share of the shared memory that the pipeline's buffers may take; the rest is the compiler's.
 LINEAR_SHARE = 0.9
 MIN_BLOCK_K = 32
+# Programs of the fused attention per multiprocessor from which they are made small, and how many must fit then.
+MANY_PROGRAMS_EACH = 12
+NARROW_RESIDENT_PROGRAMS = 4
+NARROW_TILES = tuple(AttentionTile(16, 1, stages) for stages in (6, 4, 3, 2))
+WIDE_TILES = (
+    AttentionTile(32, 2, 4),
+    AttentionTile(32, 2, 3),
+    AttentionTile(32, 2, 2),
+    AttentionTile(16, 1, 2),
+)
 
 
 def choose_split_tile(
@@ -70,6 +80,10 @@ def _fit(
 def choose_rotated_attention_tile(
     num_programs: int, head_dim: int, itemsize: int, limits: DeviceLimits
 ) -> AttentionTile:
-    """For the fused attention: few programs keep more tiles in flight each than many do that run side by side."""
-    num_resident = min(RESIDENT_PROGRAMS, max(1, num_programs // limits.num_multiprocessors))
-    return choose_attention_tile(MIN_GROUP_ROWS, head_dim, itemsize, limits, num_resident)
+    """For the fused attention: many programs that hide each other's beginnings, or few that load far ahead."""
+    num_each = num_programs // limits.num_multiprocessors
+    if num_each >= MANY_PROGRAMS_EACH:
+        tiles, num_resident = NARROW_TILES, NARROW_RESIDENT_PROGRAMS
+    else:
+        tiles, num_resident = WIDE_TILES, min(RESIDENT_PROGRAMS, max(1, num_each))
+    return choose_attention_tile(MIN_GROUP_ROWS, head_dim, itemsize, limits, num_resident, tiles)
