@@ -1,0 +1,9 @@
+"""From the folders of finished, failed and half-written runs to tables, files, one HTML page, and a verdict for CI."""
+
+from cbexp.report.errors import ReportError
+from cbexp.report.loading import load_runs
+from cbexp.report.rows import run_rows
+from cbexp.report.run import Run
+from cbexp.report.table import format_table
+
+__all__ = ["ReportError", "Run", "format_table", "load_runs", "run_rows"]

@@ -1,0 +1,101 @@
+"""Which run the others are measured against, and the ratio: only ever between runs of the same work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cbexp.report.bootstrap import Interval, ratio_interval
+from cbexp.report.errors import ReportError
+from cbexp.report.labels import label_runs
+from cbexp.report.run import Run
+
+OTHER_WORK = "other work"
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Throughput of a run / throughput of its baseline; `interval` is None with too few rounds."""
+
+    value: float
+    interval: Interval | None
+
+
+def choose_baselines(runs: Sequence[Run], named: str | None) -> dict[str, Run]:
+    """The baseline of each `workload_hash` that has one.
+
+    `named` is words of the label or command line that fit one completed run of a workload: `compile=eager`, or
+    `compile=eager driver=sync`. Workloads in which it fits none have no baseline, so no ratio. Unnamed, the slowest
+    completed run of each workload is the baseline.
+
+    Raises:
+        ReportError: `named` fits no completed run, or several of the same workload.
+    """
+    if named is None:
+        return _slowest(runs)
+    words, labels = set(named.split()), label_runs(runs)
+    baselines: dict[str, Run] = {}
+    for run in _comparable(runs):
+        if named != labels[run.folder] and not words <= set(run.overrides):
+            continue
+        other = baselines.setdefault(str(run.workload_hash), run)
+        if other is not run:
+            raise ReportError(
+                f"baseline {named!r} fits several runs of the same work: {labels[other.folder]!r} and "
+                f"{labels[run.folder]!r}. Name one of them."
+            )
+    if not baselines:
+        raise ReportError(f"baseline {named!r} fits no completed run. {_choices(runs, labels)}")
+    return baselines
+
+
+def ratio_of(run: Run, baselines: Mapping[str, Run]) -> Ratio | None:
+    """The ratio of a run to the baseline of the same work; None when either has no figures or there is no such one."""
+    base = baselines.get(run.workload_hash or "")
+    if base is None or not _is_comparable(run):
+        return None
+    return ratio_between(run, base)
+
+
+def ratio_between(run: Run, base: Run) -> Ratio:
+    """The ratio of two completed runs.
+
+    Raises:
+        ReportError: they did different work, or it is not known that they did the same.
+    """
+    if run.workload_hash is None or run.workload_hash != base.workload_hash:
+        raise ReportError(
+            f"{run.folder} and {base.folder} did different work (workload_hash {_short(run)} and {_short(base)}): "
+            "a ratio would compare nothing. Compare runs of the same prompts, limits and sampling."
+        )
+    rate, base_rate = run.output_tokens_per_s, base.output_tokens_per_s
+    if rate is None or not base_rate:
+        raise ReportError(f"{base.folder if rate else run.folder} has no throughput to compare.")
+    return Ratio(rate / base_rate, ratio_interval(run.rounds, base.rounds))
+
+
+def _slowest(runs: Sequence[Run]) -> dict[str, Run]:
+    slowest: dict[str, Run] = {}
+    for run in _comparable(runs):
+        other = slowest.setdefault(str(run.workload_hash), run)
+        if (run.output_tokens_per_s or 0) < (other.output_tokens_per_s or 0):
+            slowest[str(run.workload_hash)] = run
+    return slowest
+
+
+def _comparable(runs: Sequence[Run]) -> list[Run]:
+    return [run for run in runs if _is_comparable(run)]
+
+
+def _is_comparable(run: Run) -> bool:
+    return run.is_completed and run.workload_hash is not None and bool(run.output_tokens_per_s)
+
+
+def _choices(runs: Sequence[Run], labels: Mapping[Path, str]) -> str:
+    choices = ", ".join(repr(labels[run.folder]) for run in _comparable(runs))
+    return f"Completed: {choices}." if choices else "No run has completed."
+
+
+def _short(run: Run) -> str:
+    return "missing" if run.workload_hash is None else run.workload_hash[:12]

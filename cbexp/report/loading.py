@@ -1,0 +1,122 @@
+"""Finds the runs below some folders and reads them, whatever state the folders are in."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cbexp.report.errors import ReportError
+from cbexp.report.json_files import Reader, lookup, number, strings, text
+from cbexp.report.run import Run, TimedRound
+from cbexp.report.status import resolve_status
+
+RUN_FILES = ("status.json", "summary.json", "rounds.jsonl", "cell.json")
+SWEEP_FILE = "sweep.json"
+
+
+def load_runs(paths: Sequence[Path]) -> list[Run]:
+    """All runs in or below the folders, those of a sweep in its order; a folder given twice counts once.
+
+    Folders of other things are passed over; half-written, torn and killed runs are there with what could be read.
+    Cells that a sweep.json names and that have no records yet are `not_started`.
+
+    Raises:
+        ReportError: a path is not there.
+    """
+    runs: dict[Path, Run] = {}
+    for path in paths:
+        if not path.exists():
+            raise ReportError(
+                f"{path} is not there. Give the folders of runs or sweeps, as outputs/NAME/DATE."
+            )
+        for run in _load_below(path if path.is_dir() else path.parent):
+            runs.setdefault(run.folder.resolve(), run)
+    return list(runs.values())
+
+
+def _load_below(root: Path) -> Iterator[Run]:
+    """Runs of a tree: the cells of a sweep where its first folder is met, other runs in order of their names."""
+    for folder, names, files in os.walk(root):
+        names.sort(key=_natural_order)
+        path = Path(folder)
+        if SWEEP_FILE in files:
+            yield from _load_cells(path)
+        if any(name in files for name in RUN_FILES):
+            yield load_run(path)
+
+
+def load_run(folder: Path, cell: Mapping[str, Any] | None = None) -> Run:
+    """Read one run's folder; `cell` is what the sweep says of it, for a folder that does not tell itself."""
+    reader = Reader(folder)
+    cell = reader.read_object("cell.json") or cell or {}
+    status, summary = reader.read_object("status.json"), reader.read_object("summary.json")
+    shown, message = resolve_status(status, summary)
+    if not any((folder / name).exists() for name in RUN_FILES[:-1]):
+        shown, message = "not_started", None
+    overrides = _overrides(reader, cell)
+    rounds = _timed_rounds(reader)
+    return Run(
+        folder=folder,
+        name=text(summary or {}, "name") or folder.name,
+        status=shown,
+        message=message,
+        error_class=text(status or {}, "error_class"),
+        overrides=overrides,
+        command=text(cell, "command") or _command(overrides),
+        started_at=text(status or {}, "started_at"),
+        summary=summary or {},
+        engine=reader.read_object("engine.json") or {},
+        environment=reader.read_object("environment.json") or {},
+        rounds=rounds,
+        remarks=tuple(reader.remarks),
+    )
+
+
+def _load_cells(sweep_folder: Path) -> Iterator[Run]:
+    sweep = Reader(sweep_folder).read_object(SWEEP_FILE) or {}
+    cells = lookup(sweep, "cells")
+    for cell in cells if isinstance(cells, list) else []:
+        folder = text(cell, "folder") if isinstance(cell, Mapping) else None
+        if folder:
+            yield load_run(_locate(sweep_folder, Path(folder)), cell)
+
+
+def _locate(sweep_folder: Path, folder: Path) -> Path:
+    """A cell's folder, also where the sweep has been moved or copied since."""
+    return sweep_folder / (folder if (sweep_folder / folder).is_dir() else folder.name)
+
+
+def _overrides(reader: Reader, cell: Mapping[str, Any]) -> tuple[str, ...]:
+    """From cell.json or the sweep, from a list kept beside the records, or from what Hydra left."""
+    found = (
+        strings(cell, "overrides")
+        or reader.read_list("overrides.yaml")
+        or reader.read_list(".hydra/overrides.yaml")
+    )
+    return tuple(found)
+
+
+def _command(overrides: Sequence[str]) -> str | None:
+    return shlex.join(["python", "-m", "cbexp", *overrides]) if overrides else None
+
+
+def _timed_rounds(reader: Reader) -> tuple[TimedRound, ...]:
+    found = (_timed_round(row) for row in reader.read_rows("rounds.jsonl"))
+    return tuple(timed for timed in found if timed is not None)
+
+
+def _timed_round(row: Mapping[str, Any]) -> TimedRound | None:
+    wall_s, num_tokens = number(row, "wall_s"), number(row, "num_output_tokens")
+    if row.get("is_warmup") is not False or wall_s is None or wall_s <= 0 or num_tokens is None:
+        return None
+    return TimedRound(wall_s, num_tokens, row)
+
+
+def _natural_order(name: str) -> tuple[int, str]:
+    """Sort key by which job folder `10_...` comes after `9_...`."""
+    leading = re.match(r"\d+", name)
+    return (int(leading.group()) if leading else -1, name)

@@ -1,0 +1,84 @@
+"""Each run as one flat row of plain values: what the tables, the files and the page show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cbexp.report.baseline import choose_baselines, ratio_of
+from cbexp.report.labels import label_runs
+from cbexp.report.run import Run
+
+FIGURES: Mapping[str, tuple[str, ...]] = {
+    "output_tokens_per_s": ("output_tokens_per_s", "median"),
+    "output_tokens_per_s_min": ("output_tokens_per_s", "min"),
+    "output_tokens_per_s_max": ("output_tokens_per_s", "max"),
+    "relative_half_range": ("output_tokens_per_s", "relative_half_range"),
+    "num_rounds": ("num_rounds",),
+    "median_wall_s": ("median_wall_s",),
+    "peak_allocated_gib": ("peak_allocated_gib",),
+    "peak_reserved_gib": ("peak_reserved_gib",),
+    "peak_host_gib": ("peak_host_gib",),
+    "roofline_fraction": ("roofline_fraction",),
+    "accuracy": ("accuracy",),
+    "mean_logprob_error": ("mean_logprob_error",),
+    "max_logprob_error": ("max_logprob_error",),
+    "ttft_s_p50": ("ttft_s", "p50"),
+    "decode_step_s_p50": ("decode_step_s", "p50"),
+    "decode_step_s_p99": ("decode_step_s", "p99"),
+    "mean_batch": ("mean_batch",),
+    "compile_s": ("compile_s",),
+    "capture_s": ("capture_s",),
+    "total_s": ("durations_s", "total"),
+}
+FACTS = ("model", "dataset", "backend", "device", "dtype", "compile_mode", "attn_impl", "lora_adapter")
+
+
+def run_rows(runs: Sequence[Run], baseline: str | None = None) -> list[dict[str, Any]]:
+    """A row for each run, the fastest first, then those without a throughput in their given order.
+
+    Keys of every row: label, status, message, the names of `FIGURES` (numbers or None; seconds, GiB, shares in [0, 1]),
+    ratio with ratio_low and ratio_high (its interval), baseline (the label of the run that it is a ratio to),
+    are_rounds_identical, workload_hash, the names of `FACTS`, overrides (one string), command, folder.
+
+    Raises:
+        ReportError: `baseline` names no run, or several.
+    """
+    labels = label_runs(runs)
+    baselines = choose_baselines(runs, baseline)
+    rows = [_row(run, labels, baselines) for run in runs]
+    return sorted(rows, key=lambda row: -(row["output_tokens_per_s"] or 0.0))
+
+
+def _row(run: Run, labels: Mapping[Path, str], baselines: Mapping[str, Run]) -> dict[str, Any]:
+    return {
+        "label": labels[run.folder],
+        "status": run.status,
+        "message": run.message,
+        **dict(_figures(run)),
+        **_ratio(run, labels, baselines),
+        "are_rounds_identical": run.fact("are_rounds_identical"),
+        "workload_hash": run.workload_hash,
+        **{name: run.fact(name) for name in FACTS},
+        "overrides": " ".join(run.overrides),
+        "command": run.command,
+        "folder": str(run.folder),
+    }
+
+
+def _figures(run: Run) -> Iterator[tuple[str, float | None]]:
+    """Of a run that did not complete none counts, whatever an old summary says."""
+    for name, path in FIGURES.items():
+        yield name, run.figure(*path) if run.is_completed else None
+
+
+def _ratio(run: Run, labels: Mapping[Path, str], baselines: Mapping[str, Run]) -> dict[str, Any]:
+    ratio, base = ratio_of(run, baselines), baselines.get(run.workload_hash or "")
+    interval = None if ratio is None else ratio.interval
+    return {
+        "ratio": None if ratio is None else ratio.value,
+        "ratio_low": None if interval is None else interval.low,
+        "ratio_high": None if interval is None else interval.high,
+        "baseline": None if ratio is None or base is None else labels[base.folder],
+    }

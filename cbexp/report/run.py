@@ -1,0 +1,96 @@
+"""One run or cell as its folder tells it; every figure is None where the records do not have it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from cbexp.report.json_files import lookup, number, text
+
+GOOD_STATUSES = ("completed", "not_applicable")  # of a sweep: nothing to mend
+UNFINISHED_STATUSES = ("running", "not_started")
+
+
+@dataclass(frozen=True)
+class TimedRound:
+    """A timed round: its seconds and the output tokens that finished requests got in it."""
+
+    wall_s: float
+    num_output_tokens: float
+    record: Mapping[str, Any]
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        """Output tokens of finished requests / wall time."""
+        return self.num_output_tokens / self.wall_s
+
+
+@dataclass(frozen=True)
+class Run:
+    """The records of one folder. `status` is that of status.json, or what must be said where that one cannot be true.
+
+    Besides the statuses that a job writes: `killed` (its process is gone), `not_started` (a cell of sweep.json without
+    records), `unreadable` (records that contradict each other or cannot be read). `remarks` says what was wrong with
+    files. `overrides` are the words of its command line.
+    """
+
+    folder: Path
+    name: str
+    status: str
+    message: str | None
+    error_class: str | None
+    overrides: tuple[str, ...]
+    command: str | None
+    started_at: str | None
+    summary: Mapping[str, Any]
+    engine: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    rounds: tuple[TimedRound, ...]
+    remarks: tuple[str, ...]
+
+    @property
+    def is_completed(self) -> bool:
+        """Whether it has figures that count."""
+        return self.status == "completed"
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether it ended badly; not for a cell that cannot run on this machine, that runs still, or is to come."""
+        return self.status not in (*GOOD_STATUSES, *UNFINISHED_STATUSES)
+
+    @property
+    def workload_hash(self) -> str | None:
+        """Identity of the work: only figures of the same work compare."""
+        return text(self.summary, "workload_hash")
+
+    @property
+    def output_tokens_per_s(self) -> float | None:
+        """Output tokens / wall time of the median round."""
+        return self.figure("output_tokens_per_s", "median")
+
+    @property
+    def peak_memory_gib(self) -> float | None:
+        """Peak of allocated device memory in GiB, or, on a CPU, of the process."""
+        on_device = self.figure("peak_allocated_gib")
+        return self.figure("peak_host_gib") if on_device is None else on_device
+
+    @property
+    def is_memory_of_host(self) -> bool:
+        """Whether `peak_memory_gib` is the process's memory, since there was no device's."""
+        return self.figure("peak_allocated_gib") is None
+
+    @cached_property
+    def fraction_of_rounds_correct(self) -> float | None:
+        """Correct / judged completions of the timed rounds."""
+        return self.figure("accuracy")
+
+    def figure(self, *names: str) -> float | None:
+        """A number of the summary."""
+        return number(self.summary, *names)
+
+    def fact(self, *names: str) -> Any:
+        """Any value of the summary."""
+        return lookup(self.summary, *names)
