@@ -8,9 +8,7 @@ import os
 import platform
 import random
 import resource
-import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +18,10 @@ import transformers
 
 import cbexp
 from cbexp.metrics import MemoryUse
+from cbexp.provenance import PACKAGES, describe_source, output_of, version_of
 
 GIB = 2**30
 DEFAULT_NUM_THREADS = torch.get_num_threads()
-SUBPROCESS_TIMEOUT_S = 10
-PACKAGES = ("cbexp", "torch", "transformers", "peft", "datasets", "hydra-core", "triton", "wandb", "numpy")
 # Only these: others may hold keys and tokens.
 ENVIRONMENT_VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
@@ -71,21 +68,12 @@ def collect_environment() -> dict[str, Any]:
     return {
         "platform": platform.platform(),
         "python": platform.python_version(),
-        "versions": {name: _version_of(name) for name in PACKAGES},
+        "versions": {name: version_of(name) for name in PACKAGES},
         "source": describe_source(Path(cbexp.__file__).parents[1]),
         "cpu": _describe_cpu(),
         "cuda": _describe_cuda() if torch.cuda.is_available() else None,
         "variables": {name: os.environ[name] for name in ENVIRONMENT_VARIABLES if name in os.environ},
     }
-
-
-def describe_source(root: Path) -> dict[str, Any]:
-    """Commit of the source tree at `root`, and whether the tree differs from it; None without a checkout or git."""
-    if not (root / ".git").exists():  # an installed package may lie inside somebody else's checkout
-        return {"commit": None, "is_dirty": None}
-    commit = _output_of("git", "-C", str(root), "rev-parse", "HEAD")
-    changes = _output_of("git", "-C", str(root), "status", "--porcelain")
-    return {"commit": commit, "is_dirty": None if changes is None else bool(changes)}
 
 
 def measure_memory(device: torch.device) -> MemoryUse:
@@ -124,13 +112,6 @@ def synchronize(device: torch.device) -> None:
 
 
 _MAXRSS_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024
-
-
-def _version_of(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _describe_cpu() -> dict[str, Any]:
@@ -178,16 +159,5 @@ def _describe_gpu(index: int) -> dict[str, Any]:
 
 
 def _query_nvidia_smi(query: str) -> list[str] | None:
-    output = _output_of("nvidia-smi", query, "--format=csv,noheader")
+    output = output_of("nvidia-smi", query, "--format=csv,noheader")
     return None if output is None else output.splitlines()
-
-
-def _output_of(*command: str) -> str | None:
-    """What a program prints; None when it is missing, fails or takes too long."""
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=SUBPROCESS_TIMEOUT_S, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()

@@ -17,7 +17,6 @@ import torch
 from cbexp import environment
 from cbexp.environment import (
     collect_environment,
-    describe_source,
     limit_threads,
     measure_memory,
     release_memory,
@@ -25,6 +24,7 @@ from cbexp.environment import (
     seed_everything,
     synchronize,
 )
+from cbexp.provenance import describe_source
 
 CPU = torch.device("cpu")
 
