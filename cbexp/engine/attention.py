@@ -65,9 +65,9 @@ def attend(
         _check_window(window, paged_layer.window)
         positions = kwargs["positions"]
         return _attend_paged(query, key, value, paged_layer, positions, scaling, softcap, s_aux), None
-    lengths = _packed_lengths(kwargs, "sliding_attention" if window else "full_attention")
+    lengths = packed_lengths(kwargs, "sliding_attention" if window else "full_attention")
     packed = query.squeeze(0), key.squeeze(0), value.squeeze(0)
-    output = _attend_packed(*packed, lengths, scaling, window, softcap, s_aux)
+    output = attend_packed(*packed, lengths, scaling, window, softcap, s_aux)
     return output.unsqueeze(0), None
 
 
@@ -97,7 +97,7 @@ def _attend_paged(
     return output.unsqueeze(1)
 
 
-def _attend_packed(
+def attend_packed(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -107,6 +107,7 @@ def _attend_packed(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
+    """Causal attention over sequences side by side: query [num_heads, total_q, head_dim], result with heads second."""
     path = choose_attention_path(
         query.device, query.dtype, query.shape[-1], softcap is not None, sinks is not None
     )
@@ -152,8 +153,8 @@ def _describe_window(window: int) -> str:
     return f"a window of {window} tokens" if window else "all tokens"
 
 
-def _packed_lengths(kwargs: Mapping[str, Any], layer_type: str) -> PackedLengths:
-    """Lengths of the keys come as one value, or as one for each layer type."""
+def packed_lengths(kwargs: Mapping[str, Any], layer_type: str) -> PackedLengths:
+    """The lengths that transformers hands to a layer; those of the keys are one value, or one for each layer type."""
     if "cu_seq_lens_q" not in kwargs:
         raise EngineError(
             f"attn_implementation={ATTENTION_NAME!r} runs inside SyncCBDriver alone: the model was called without a "

@@ -116,7 +116,7 @@ class DecodeModel:
         if self.fusion != "layers":
             return ModelForward(self._model, self._pages)
         fused = read_fused_model(self._model, self._projections.weights, self._max_positions)
-        return FusedForward(fused, self._pages, tuple(layer.self_attn for layer in self._model.model.layers))
+        return FusedForward(fused, self._pages)
 
 
 def _addresses(model: PreTrainedModel) -> Iterator[tuple[Any, ...]]:

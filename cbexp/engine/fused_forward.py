@@ -10,14 +10,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from cbexp.engine import fused_ops as ops
-from cbexp.engine.attention import attend
+from cbexp.engine.attention import attend_packed, packed_lengths
 from cbexp.engine.fused_layers import FusedLayer, FusedModel
 from cbexp.engine.page_layout import LayerPages
 
 # Takes normed hidden states [rows, hidden], a layer and its index; gives [rows, num_heads * head_dim].
 Attend = Callable[[Tensor, FusedLayer, int], Tensor]
-# What packed attention reads of a batch.
-LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 class FusedForward:
@@ -26,12 +24,9 @@ class FusedForward:
     Numerics are those of transformers' own code, rounded at the same places, but for the order of sums.
     """
 
-    def __init__(
-        self, model: FusedModel, pages: tuple[LayerPages, ...], attention_modules: tuple[Any, ...]
-    ) -> None:
+    def __init__(self, model: FusedModel, pages: tuple[LayerPages, ...]) -> None:
         self._model = model
         self._pages = pages
-        self._attention_modules = attention_modules
 
     def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """The next token of each row: int64 [rows] and int32 [rows] to int64 [rows]; writes the rows' pages."""
@@ -97,17 +92,11 @@ class FusedForward:
         query, key, value = self._project_packed(batch["position_ids"][0], hidden, layer)
         kwargs = dict(batch)  # the cache puts this layer's lengths in place of all
         key, value = batch["cache"].update(key, value, index, kwargs=kwargs)
-        attended, _ = attend(
-            self._attention_modules[index],
-            query,
-            key,
-            value,
-            None,
-            scaling=self._model.scaling,
-            # Not the module's, which has none in Mistral: its code asks the config.
-            sliding_window=self._pages[index].window or None,
-            **{name: kwargs[name] for name in LENGTHS},
-        )
+        # Not the module's, which has none in Mistral: its code asks the config.
+        window = self._pages[index].window
+        lengths = packed_lengths(kwargs, "sliding_attention" if window else "full_attention")
+        packed = query.squeeze(0), key.squeeze(0), value.squeeze(0)
+        attended = attend_packed(*packed, lengths, self._model.scaling, window, None, None)
         return attended.reshape(hidden.shape[0], -1)
 
     def _project_packed(self, positions: Tensor, hidden: Tensor, layer: FusedLayer) -> list[Tensor]:

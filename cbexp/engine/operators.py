@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
+from torch._library.custom_ops import CustomOpDef
 
 _names: list[str] = []
 
 
-def operator(name: str, mutates_args: Iterable[str] = ()) -> Callable[[Callable[..., object]], Any]:
+def operator(name: str, mutates_args: Iterable[str] = ()) -> Callable[[Callable[..., object]], CustomOpDef]:
     """As `torch.library.custom_op`, for `cbexp::name`: its inputs keep the strides that model code gives them."""
     qualified_name = f"cbexp::{name}"
     _names.append(qualified_name)

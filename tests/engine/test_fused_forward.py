@@ -108,7 +108,7 @@ def fuse():
         fused_weights.append(weights)
         weights.refresh()
         fused = read_fused_model(model, weights, MAX_POSITIONS)
-        return FusedForward(fused, buffers.layers, tuple(layer.self_attn for layer in model.model.layers))
+        return FusedForward(fused, buffers.layers)
 
     yield make
     for weights in fused_weights:

@@ -369,8 +369,7 @@ def fused_forward():
         weights = FusedWeights(model)
         made.append(weights)
         weights.refresh()
-        modules = tuple(layer.self_attn for layer in model.model.layers)
-        return FusedForward(read_fused_model(model, weights, 128), buffers.layers, modules)
+        return FusedForward(read_fused_model(model, weights, 128), buffers.layers)
 
     yield make
     for weights in made:

@@ -88,7 +88,6 @@ def linear_constants(tile, num_rows, num_columns, num_inner, dtype):
         "BLOCK_K": tile.block_k,
         "BLOCK_ROWS": decode_linear.block_rows(num_rows),
         "STAGES": tile.num_stages,
-        "PREFETCH": tile.prefetch,
         "EXACT": dtype == torch.float32,
     }
 
@@ -278,13 +277,13 @@ def test_the_measured_tiles_are_those_of_an_h200(num_rows):
     """Whatever smaller cards need, these do not change but by measuring."""
 
     def cut(tile):
-        return (tile.block_n, tile.block_k, tile.num_warps, tile.num_stages, tile.prefetch)
+        return (tile.block_n, tile.block_k, tile.num_warps, tile.num_stages)
 
-    assert cut(tiles.choose_split_tile(num_rows, torch.Size([2560, 9728]), 2, H200)) == (64, 128, 4, 4, 0)
-    assert cut(tiles.choose_split_tile(num_rows, torch.Size([2560, 4096]), 2, H200)) == (64, 128, 4, 4, 0)
-    assert cut(tiles.choose_split_tile(num_rows, torch.Size([6144, 2560]), 2, H200)) == (64, 128, 4, 3, 0)
-    assert cut(tiles.choose_gated_tile(num_rows, 2, H200)) == (32, 128, 4, 3, 0)
-    assert cut(tiles.choose_head_tile(num_rows, 2, H200)) == (64, 128, 4, 4, 0)
+    assert cut(tiles.choose_split_tile(num_rows, torch.Size([2560, 9728]), 2, H200)) == (64, 128, 4, 4)
+    assert cut(tiles.choose_split_tile(num_rows, torch.Size([2560, 4096]), 2, H200)) == (64, 128, 4, 4)
+    assert cut(tiles.choose_split_tile(num_rows, torch.Size([6144, 2560]), 2, H200)) == (64, 128, 4, 3)
+    assert cut(tiles.choose_gated_tile(num_rows, 2, H200)) == (32, 128, 4, 3)
+    assert cut(tiles.choose_head_tile(num_rows, 2, H200)) == (64, 128, 4, 4)
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])

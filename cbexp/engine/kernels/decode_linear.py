@@ -14,38 +14,21 @@ from torch import Tensor
 
 from cbexp.engine.kernels.dependent_launch import (
     launch_options,
-    prefetch_lines,
     release_successor,
     wait_for_predecessor,
 )
 from cbexp.engine.kernels.gated_silu import silu
 
-# Of a cache line in half precision; fewer of float32, whose other lines are then not asked for.
-COLUMNS_PER_LINE = tl.constexpr(64)
-
 
 @dataclass(frozen=True)
 class LinearTile:
-    """How a product is cut: rows of the weight and columns of it in a tile, parts that the columns are split into.
-
-    `prefetch`: columns of each program's weights that are asked for before their factors are there; 0 or a multiple of
-    64 that is a power of two. Only where kernels are launched before their predecessor has ended.
-    """
+    """How a product is cut: rows of the weight and columns of it in a tile, parts that the columns are split into."""
 
     block_n: int
     block_k: int
     splits: int = 1
     num_warps: int = 4
     num_stages: int = 4
-    prefetch: int = 0
-
-
-@triton.jit
-def _prefetch(weight, weight_rows, n_inside, first_k, K: tl.constexpr, COLUMNS: tl.constexpr):
-    """Ask for the first COLUMNS columns of a tile's weights while what they multiply is still being made."""
-    k = first_k + tl.arange(0, COLUMNS // COLUMNS_PER_LINE) * COLUMNS_PER_LINE
-    inside = n_inside[:, None] & (k < K)[None, :]
-    prefetch_lines(tl.where(inside, weight_rows + k[None, :], weight))
 
 
 @triton.jit
@@ -62,7 +45,6 @@ def _multiply(
     HAS_EDGE: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
-    PREFETCH: tl.constexpr,
     EXACT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -71,8 +53,6 @@ def _multiply(
     HAS_EDGE: some of those columns may lie beyond K.
     """
     weight_rows = weight + n[:, None].to(tl.int64) * K
-    if DEPENDENT and PREFETCH > 0:
-        _prefetch(weight, weight_rows, n_inside, first_k, K, PREFETCH)
     wait_for_predecessor(DEPENDENT)
     x_rows = x + row[None, :].to(tl.int64) * K
     acc = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
@@ -104,7 +84,6 @@ def _linear_kernel(
     BLOCK_ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
-    PREFETCH: tl.constexpr,
     EXACT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -128,7 +107,6 @@ def _linear_kernel(
         HAS_EDGE,
         BLOCK_K,
         STAGES,
-        PREFETCH,
         EXACT,
         DEPENDENT,
     )
@@ -152,7 +130,6 @@ def _gate_up_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     STAGES: tl.constexpr,
-    PREFETCH: tl.constexpr,
     EXACT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -176,7 +153,6 @@ def _gate_up_kernel(
         K % BLOCK_K != 0,
         BLOCK_K,
         STAGES,
-        PREFETCH,
         EXACT,
         DEPENDENT,
     )
@@ -203,7 +179,6 @@ def _head_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     STAGES: tl.constexpr,
-    PREFETCH: tl.constexpr,
     EXACT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -225,7 +200,6 @@ def _head_kernel(
         K % BLOCK_K != 0,
         BLOCK_K,
         STAGES,
-        PREFETCH,
         EXACT,
         DEPENDENT,
     )
@@ -274,7 +248,6 @@ def _launch_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, 
         BLOCK_ROWS=rows,
         SPLITS=tile.splits,
         STAGES=tile.num_stages,
-        PREFETCH=tile.prefetch,
         EXACT=x.dtype == torch.float32,
         num_warps=tile.num_warps,
         **launch_options(x.device),
@@ -297,7 +270,6 @@ def gate_up_silu(x: Tensor, weight: Tensor, tile: LinearTile) -> Tensor:
         BLOCK_K=tile.block_k,
         BLOCK_ROWS=rows,
         STAGES=tile.num_stages,
-        PREFETCH=tile.prefetch,
         EXACT=x.dtype == torch.float32,
         num_warps=tile.num_warps,
         **launch_options(x.device),
@@ -325,7 +297,6 @@ def head_maxima(x: Tensor, weight: Tensor, tile: LinearTile) -> tuple[Tensor, Te
         BLOCK_K=tile.block_k,
         BLOCK_ROWS=rows,
         STAGES=tile.num_stages,
-        PREFETCH=tile.prefetch,
         EXACT=x.dtype == torch.float32,
         num_warps=tile.num_warps,
         **launch_options(x.device),

@@ -1,4 +1,4 @@
-"""Programmatic dependent launch: a kernel starts while its predecessor drains, and fetches weights before it waits."""
+"""Programmatic dependent launch: a kernel starts while its predecessor drains."""
 
 from __future__ import annotations
 
@@ -41,16 +41,3 @@ def wait_for_predecessor(DEPENDENT: tl.constexpr):
     """Wait until all that earlier kernels wrote can be read; weights alone may be touched before."""
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def prefetch_lines(pointers):
-    """Ask for the cache lines at `pointers` to be brought into the second-level cache; reads nothing itself."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [pointers],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
