@@ -378,13 +378,19 @@ class DriverConfig:
 
 @dataclass
 class TrackingConfig:
-    """Weights & Biases. `max_logged_completions` bounds the completions table (rows)."""
+    """Weights & Biases. `max_logged_completions` bounds the completions table (rows).
+
+    `per_cell` false: a sweep is one run with a table of its cells. `max_memory_gib` is a search's limit: the objective
+    of a run whose peak memory is above it is 0.
+    """
 
     mode: str = "auto"
     project: str = "cbexp"
     entity: str | None = None
     tags: list[str] = field(default_factory=list)
     group: str | None = None
+    per_cell: bool = True
+    max_memory_gib: float | None = None
     log_completions: bool = False
     max_logged_completions: int = 100
 
@@ -394,6 +400,8 @@ class TrackingConfig:
             "tracking.project", self.project, "give the project's name, as in tracking.project=cbexp"
         )
         check_at_least("tracking.max_logged_completions", self.max_logged_completions, 1)
+        if self.max_memory_gib is not None and not self.max_memory_gib > 0:
+            raise ConfigError(f"tracking.max_memory_gib={self.max_memory_gib} must be a number above 0 (GiB).")
 
 
 @dataclass

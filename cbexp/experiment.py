@@ -113,8 +113,8 @@ def _run_tracked(
     plan = build_plan(config)
     display.print_plan(plan)
     name = " ".join(overrides) or config.name
-    group = config.tracking.group or (sweep.group if sweep is not None else None)
-    with start_tracking(config.tracking, name, group, to_plain_dict(config), directory.path) as tracker:
+    settings = to_plain_dict(config) | {"resolved": plan.to_dict()}
+    with start_tracking(config.tracking, name, sweep, settings, directory.path) as tracker:
         display.print_line(tracker.description)
         with Job(config, plan, directory, tracker, display) as job, _explaining_memory(plan):
             summary = _run_job(job, display)

@@ -175,7 +175,7 @@ class Job:
             self._directory.append_round(record, requests, steps, rows)
             self._runner.forget()
             self._num_written += 1
-        self._tracker.log_round(record)
+        self._tracker.log_round(record, steps)
         self._last_completions = rows
         self._display.print_round(record)
         failure = describe_failures(result)

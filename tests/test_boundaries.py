@@ -33,7 +33,7 @@ def copy_tree_without_bodies(target):
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.touch()
     (target / "cbexp/config.py").write_text("import hydra, omegaconf\n")
-    (target / "cbexp/tracking.py").write_text("import wandb\n")
+    (target / "cbexp/tracking/__init__.py").write_text("import wandb\n")
     shutil.copy(ROOT / "pyproject.toml", target)
 
 

@@ -2,137 +2,47 @@
 
 from __future__ import annotations
 
-import http.server
 import json
-import os
 import re
-import struct
 import subprocess
 import sys
 import textwrap
-import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 import pytest
 import wandb
-from wandb.proto import wandb_internal_pb2
 
 from cbexp import metrics
-from cbexp.config import TrackingConfig
-from cbexp.errors import ConfigError
-from cbexp.metrics import RoundRecord
-from cbexp.tracking import Tracker, start_tracking
+from cbexp.config import SweepInfo, TrackingConfig
+from cbexp.errors import ConfigError, NotApplicableError
+from cbexp.tracking import start_tracking
+from tests.tracking.wandb_fixtures import (
+    DEAD_SERVER,
+    KEY,
+    a_round,
+    a_summary,
+    read_back,
+    start,
+)
 
-KEY = "k" * 40
-DEAD_SERVER = "http://127.0.0.1:9"
-
-
-@pytest.fixture(autouse=True)
-def machine_without_credentials(tmp_path, monkeypatch):
-    for name in [name for name in os.environ if name.startswith("WANDB_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.delenv("NETRC", raising=False)
-    for name in ("HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
-        folder = tmp_path / name
-        folder.mkdir()
-        monkeypatch.setenv(name, str(folder))
-    yield
-    wandb.teardown()
-
-
-@pytest.fixture
-def run_dir(tmp_path) -> Path:
-    path = tmp_path / "run"
-    path.mkdir()
-    return path
-
-
-def a_round(index: int, is_warmup: bool = False) -> RoundRecord:
-    requests = [metrics.RequestRecord(index, "r", "eos", 3, 4, 4, 0.5, 1.0, 1 / 3, 2.0, True, "d", None)]
-    return metrics.summarize_round(index, is_warmup, 0.0, 1.0 + index / 7, requests, [], None)
-
-
-def start(run_dir: Path, mode: str = "offline", **options: object) -> Tracker:
-    return start_tracking(TrackingConfig(mode=mode, **options), "seed=1", None, {"seed": 1}, run_dir)
+REPOSITORY = Path(__file__).parents[2]
 
 
 def fail_to_start(**_options: object) -> None:
     raise OSError("no space left")
 
 
-# Reading an offline run back
-
-
-@dataclass
-class ReadBack:
-    """What an offline run's file holds."""
-
-    run: wandb_internal_pb2.RunRecord | None = None
-    history: list[dict] = field(default_factory=list)
-    summary: dict = field(default_factory=dict)
-    metrics: list[wandb_internal_pb2.MetricRecord] = field(default_factory=list)
-    exit_code: int | None = None
-
-    @property
-    def config(self) -> dict:
-        updates = {item.key: json.loads(item.value_json) for item in self.run.config.update}
-        return {key: value for key, value in updates.items() if key != "_wandb"}
-
-
-def iterate_records(path: Path) -> Iterator[wandb_internal_pb2.Record]:
-    """The records of a .wandb file: a LevelDB log (blocks of 32 KiB) behind a header of seven bytes."""
-    data = path.read_bytes()
-    assert data[:4] == b":W&B"
-    position, record = 7, b""
-    while position + 7 <= len(data):
-        left_in_block = 32768 - position % 32768
-        if left_in_block < 7:
-            position += left_in_block
-            continue
-        _, size, kind = struct.unpack("<IHB", data[position : position + 7])
-        record += data[position + 7 : position + 7 + size]
-        position += 7 + size
-        if kind in (1, 4):  # a whole record, or the last part of one
-            yield wandb_internal_pb2.Record.FromString(record)
-            record = b""
-
-
-def read_back(run_dir: Path, folder: str = "offline-run-*") -> ReadBack:
-    wandb.teardown()  # wandb's own process writes the last records after finish() has returned
-    (path,) = run_dir.glob(f"wandb/{folder}/*.wandb")
-    found = ReadBack()
-    for record in iterate_records(path):
-        match record.WhichOneof("record_type"):
-            case "run":
-                found.run = record.run
-            case "history":
-                found.history.append(_nested_values(record.history.item))
-            case "summary":
-                found.summary |= _nested_values(record.summary.update)
-            case "metric":
-                found.metrics.append(record.metric)
-            case "exit":
-                found.exit_code = record.exit.exit_code
-    return found
-
-
-def _nested_values(items) -> dict:
-    return {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items}
-
-
 def test_offline_run_holds_what_was_logged(run_dir):
     config = TrackingConfig(mode="offline", project="my-project", entity="team", tags=["a", "b"])
     resolved = {"model": {"name": "tiny", "dtype": None}, "sampling": {"eos_token_ids": [1, 2]}, "seed": 3}
     rounds = [a_round(0, is_warmup=True), a_round(1), a_round(2)]
-    with start_tracking(config, "seed=3,compile=eager", "sweep-1", resolved, run_dir) as tracker:
+    with start_tracking(config, "seed=3,compile=eager", SweepInfo("sweep-1", 2, 0), resolved, run_dir) as tracker:
         for record in rounds:
-            tracker.log_round(record)
+            tracker.log_round(record, [])
         tracker.log_summary(
-            {"decode_tps": 4.5, "wall_s": {"median": 1.5}, "wall_times_s": [1.0, 2.0], "accuracy": None}
+            a_summary(decode_tps=4.5, wall_s={"median": 1.5}, wall_times_s=[1.0, 2.0], accuracy=None)
         )
     assert tracker.warnings == []
 
@@ -142,7 +52,7 @@ def test_offline_run_holds_what_was_logged(run_dir):
     assert (found.run.display_name, list(found.run.tags)) == ("seed=3,compile=eager", ["a", "b"])
     assert found.exit_code == 0
     logged = [{k: v for k, v in row.items() if not k.startswith("_")} for row in found.history]
-    for row, record, prefix in zip(logged, rounds, ("warmup/", "", ""), strict=True):
+    for row, record, prefix in zip(logged[:3], rounds, ("warmup/", "", ""), strict=True):
         numbers = metrics.flatten_numbers(record.to_dict())
         assert row == {"round": record.round_index} | {
             prefix + name: value for name, value in numbers.items()
@@ -159,7 +69,7 @@ def test_offline_run_holds_what_was_logged(run_dir):
 
 def test_all_metrics_are_drawn_against_the_round(run_dir):
     with start(run_dir) as tracker:
-        tracker.log_round(a_round(0))
+        tracker.log_round(a_round(0), [])
     found = read_back(run_dir)
     (glob,) = [metric for metric in found.metrics if metric.glob_name == "*"]
     assert glob.step_metric == "round"
@@ -170,24 +80,31 @@ def test_no_two_jobs_share_a_run(tmp_path):
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
     with start(tmp_path / "first") as one, start(tmp_path / "second") as other:
-        one.log_round(a_round(0))
-        other.log_round(a_round(1))
+        one.log_round(a_round(0), [])
+        other.log_round(a_round(1), [])
     first, second = read_back(tmp_path / "first"), read_back(tmp_path / "second")
     assert first.run.run_id != second.run.run_id
     assert [row["round"] for row in first.history] == [0]
     assert [row["round"] for row in second.history] == [1]
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_run_of_a_job_that_ends_badly_is_not_shown_as_finished(run_dir, error):
+@pytest.mark.parametrize(
+    ("error", "exit_code", "objective"),
+    [(ValueError("bad"), 1, 0.0), (KeyboardInterrupt("stop"), 255, None), (NotApplicableError("no GPU"), 0, 0.0)],
+)
+def test_run_of_a_job_that_ends_badly_says_how_and_is_worth_nothing(run_dir, error, exit_code, objective):
     def run_badly() -> None:
         with start(run_dir) as tracker:
-            tracker.log_round(a_round(0))
+            tracker.log_round(a_round(0), [])
             raise error
 
-    with pytest.raises(error):
+    with pytest.raises(type(error)):
         run_badly()
-    assert read_back(run_dir).exit_code == 1
+    found = read_back(run_dir)
+    assert found.exit_code == exit_code
+    assert (found.summary["error_class"], found.summary["message"]) == (type(error).__name__, str(error))
+    assert found.summary.get("objective") == objective
+    assert [row["objective"] for row in found.history if "objective" in row] == [0.0] * (objective is not None)
 
 
 def test_exit_code_is_the_first_one_given(run_dir):
@@ -197,7 +114,7 @@ def test_exit_code_is_the_first_one_given(run_dir):
 
 
 def test_long_names_are_cut_to_what_wandb_takes(run_dir):
-    start_tracking(TrackingConfig(mode="offline"), "x" * 300, "g" * 300, {}, run_dir).finish(0)
+    start_tracking(TrackingConfig(mode="offline"), "x" * 300, SweepInfo("g" * 300, 1, 0), {}, run_dir).finish(0)
     run = read_back(run_dir).run
     assert len(run.display_name) == len(run.run_group) == 128
     assert run.display_name.endswith("x…")
@@ -288,7 +205,7 @@ def test_disabled_does_not_import_wandb(tmp_path):
         from cbexp.config import TrackingConfig
         from cbexp.tracking import start_tracking
         with start_tracking(TrackingConfig(mode="disabled"), "name", None, {}, Path(sys.argv[1])) as tracker:
-            tracker.log_summary({"a": 1})
+            tracker.log_summary({"decode_tps": 1.0, "peak_reserved_gib": 1.0})
             tracker.log_completions([])
         assert tracker.description == "W&B disabled", tracker.description
         assert tracker.warnings == []
@@ -353,7 +270,7 @@ def test_unreachable_server_at_the_start_means_offline_with_a_warning(run_dir, m
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "1")
     wandb.teardown()
     with start(run_dir, mode="online") as tracker:
-        tracker.log_round(a_round(0))
+        tracker.log_round(a_round(0), [])
     assert "W&B offline (online failed); upload with: wandb sync" in tracker.description
     (warning,) = tracker.warnings
     assert "could not start online" in warning
@@ -361,69 +278,10 @@ def test_unreachable_server_at_the_start_means_offline_with_a_warning(run_dir, m
     assert [row["round"] for row in read_back(run_dir).history] == [0]
 
 
-class FakeServer(http.server.ThreadingHTTPServer):
-    """As much of a W&B server as a run needs."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), FakeHandler)
-        self.thread = threading.Thread(target=self.serve_forever, daemon=True)
-        self.thread.start()
-
-    def stop(self) -> None:
-        self.shutdown()
-        self.server_close()
-
-
-class FakeHandler(http.server.BaseHTTPRequestHandler):
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers.get("content-length", 0)))
-        answer = json.dumps(self.answer(body)).encode()
-        self.send_response(200)
-        self.send_header("content-length", str(len(answer)))
-        self.end_headers()
-        self.wfile.write(answer)
-
-    do_GET = do_POST  # noqa: N815 - the standard library's way
-
-    def answer(self, body: bytes) -> dict:
-        if b"mutation UpsertBucket" in body:
-            project = {"id": "p", "name": "project", "entity": {"id": "e", "name": "team"}}
-            name = json.loads(body)["variables"]["name"]
-            bucket = {"id": "x", "name": name, "displayName": "n", "config": "{}", "project": project}
-            return {"data": {"upsertBucket": {"bucket": bucket | {"historyLineCount": 0}, "inserted": True}}}
-        if b"mutation CreateRunFiles" in body:
-            return {"data": {"createRunFiles": {"runID": "x", "uploadHeaders": [], "files": []}}}
-        if b"query Viewer" in body:
-            viewer = {
-                "id": "v",
-                "entity": "team",
-                "username": "u",
-                "email": "",
-                "flags": "{}",
-                "teams": {"edges": []},
-            }
-            return {"data": {"viewer": viewer}}
-        return {"data": {}}
-
-    def log_message(self, *_arguments: object) -> None:
-        pass
-
-
-@pytest.fixture
-def server(monkeypatch):
-    server = FakeServer()
-    monkeypatch.setenv("WANDB_API_KEY", KEY)
-    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
-    monkeypatch.setenv("WANDB_FINISH_TIMEOUT", "1")
-    wandb.teardown()
-    yield server
-    server.stop()
-
-
 @pytest.mark.usefixtures("server")
 def test_online_run_names_its_page_prints_nothing_and_leaks_no_key(run_dir, capfd):
     with start(run_dir, mode="auto") as tracker:
-        tracker.log_round(a_round(0))
+        tracker.log_round(a_round(0), [])
     assert tracker.warnings == []
     assert tracker.description.startswith("W&B online (credentials found); http://127.0.0.1:")
     assert "/team/project/runs/" in tracker.description
@@ -433,10 +291,10 @@ def test_online_run_names_its_page_prints_nothing_and_leaks_no_key(run_dir, capf
 
 def test_server_lost_in_the_middle_loses_no_round(run_dir, server):
     tracker = start(run_dir, mode="online")
-    tracker.log_round(a_round(0))
+    tracker.log_round(a_round(0), [])
     server.stop()
-    tracker.log_round(a_round(1))
-    tracker.log_summary({"decode_tps": 1.0})
+    tracker.log_round(a_round(1), [])
+    tracker.log_summary(a_summary(decode_tps=1.0))
     started_s = time.monotonic()
     tracker.finish(0)
     assert time.monotonic() - started_s < 10
@@ -457,8 +315,8 @@ def test_failures_of_wandb_are_counted_and_end_nothing(run_dir, monkeypatch):
             raise RuntimeError("broken pipe")
 
         monkeypatch.setattr(wandb.Run, "log", fail)
-        tracker.log_round(a_round(0))
-        tracker.log_round(a_round(1))
+        tracker.log_round(a_round(0), [])
+        tracker.log_round(a_round(1), [])
     assert tracker.warnings == ["W&B: logging a round failed (RuntimeError: broken pipe) (2 times)"]
     assert read_back(run_dir).exit_code == 0
 
@@ -466,7 +324,7 @@ def test_failures_of_wandb_are_counted_and_end_nothing(run_dir, monkeypatch):
 def test_wandb_that_cannot_start_at_all_leaves_the_job_alone(run_dir, monkeypatch):
     monkeypatch.setattr(wandb, "init", fail_to_start)
     with start(run_dir) as tracker:
-        tracker.log_round(a_round(0))
+        tracker.log_round(a_round(0), [])
     assert tracker.description == "W&B off"
     assert tracker.warnings == ["W&B could not start offline: no space left"]
 
@@ -477,7 +335,7 @@ def test_wandb_that_cannot_start_at_all_leaves_the_job_alone(run_dir, monkeypatc
 def run_script(script: str, *arguments: object) -> subprocess.CompletedProcess:
     command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=60, check=True, cwd=Path(__file__).parents[1]
+        command, capture_output=True, text=True, timeout=60, check=True, cwd=REPOSITORY
     )
 
 
@@ -486,10 +344,10 @@ LOGGING_SCRIPT = """
     from pathlib import Path
     from cbexp.config import TrackingConfig
     from cbexp.tracking import start_tracking
-    from tests.test_tracking import a_round
+    from tests.tracking.wandb_fixtures import a_round
     tracker = start_tracking(TrackingConfig(mode="offline"), "name", None, {"seed": 1}, Path(sys.argv[1]))
     for index in range(5):
-        tracker.log_round(a_round(index))
+        tracker.log_round(a_round(index), [])
 """
 
 
@@ -500,7 +358,7 @@ def test_killed_process_has_its_rounds_on_disk(run_dir):
         [sys.executable, "-c", textwrap.dedent(script), run_dir],
         stdout=subprocess.PIPE,
         text=True,
-        cwd=Path(__file__).parents[1],
+        cwd=REPOSITORY,
     )
     assert process.stdout.readline() == "logged\n"
     time.sleep(1.5)

@@ -1,0 +1,61 @@
+"""Which W&B run a job is: a new one, that of its cell's earlier attempt, or the one an agent has opened for it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+from cbexp.config import SweepInfo
+from cbexp.errors import ConfigError
+
+RUN_ID_LENGTH = 16
+CELL_FILE, SWEEP_FILE = "cell.json", "sweep.json"
+
+
+def is_under_agent() -> bool:
+    """Whether `wandb agent` started this process; its run, project and entity are then the agent's to say."""
+    return bool(os.environ.get("WANDB_SWEEP_ID"))
+
+
+def refuse_sweep_under_agent(sweep: SweepInfo | None) -> None:
+    """Raise `ConfigError` when a multirun would pour all of its cells into the one run of a W&B agent."""
+    if sweep is not None and is_under_agent():
+        raise ConfigError(
+            "a W&B agent runs one configuration at a time, and this is a multirun: take -m, and an experiment that "
+            "sweeps, out of the sweep's command."
+        )
+
+
+def find_cell_run_id(run_dir: Path) -> str | None:
+    """Return the run id of the cell in `run_dir`, the same whenever its sweep is resumed; None outside of a sweep."""
+    sweep_id = find_sweep_run_id(run_dir.parent)
+    cell = _load(run_dir / CELL_FILE)
+    if sweep_id is None or cell is None:
+        return None
+    return _digest(sweep_id, cell["index"], cell["cell_hash"])
+
+
+def find_sweep_run_id(sweep_folder: Path) -> str | None:
+    """Return the run id of the sweep in `sweep_folder`, the same whenever it is resumed; None when it is no sweep's."""
+    sweep = _load(sweep_folder / SWEEP_FILE)
+    return None if sweep is None else _digest(sweep_folder.name, sweep["name"], sweep["created_at"])
+
+
+def make_run_id() -> str:
+    """Return an id that no other run has."""
+    return secrets.token_hex(RUN_ID_LENGTH // 2)
+
+
+def _load(path: Path) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    loaded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return loaded
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:RUN_ID_LENGTH]

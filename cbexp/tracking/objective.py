@@ -1,0 +1,22 @@
+"""The number that a search over configurations maximises."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+OBJECTIVE = "objective"  # its name in W&B, the same for every search
+REJECTED = 0.0  # of what failed or holds too much memory: worse than anything that works
+
+
+def compute_objective(summary: Mapping[str, Any], max_memory_gib: float | None) -> float:
+    """Return output tokens per second, or 0 when the run's peak memory was above `max_memory_gib`.
+
+    The peak is what the process held on its device (`peak_reserved_gib`), on a CPU its resident memory.
+    """
+    peak_gib = summary["peak_reserved_gib"]
+    if peak_gib is None:
+        peak_gib = summary["peak_host_gib"]
+    if max_memory_gib is not None and (peak_gib is None or peak_gib > max_memory_gib):
+        return REJECTED
+    return float(summary["decode_tps"])

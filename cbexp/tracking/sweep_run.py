@@ -1,0 +1,74 @@
+"""One W&B run for a whole sweep: its cells as a table and as bars."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cbexp.config import TrackingConfig
+from cbexp.errors import ConfigError
+from cbexp.tracking.identity import find_sweep_run_id
+from cbexp.tracking.start import start_run
+
+GOOD_ENDS = ("completed", "not_applicable")
+CELL, STATUS, THROUGHPUT = "cell", "status", "output_tokens_per_s"
+
+
+def log_sweep(
+    config: TrackingConfig, name: str, sweep_folder: Path, rows: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """Log a finished sweep, one row a cell, as one W&B run; return what went wrong. A resumed sweep continues its run.
+
+    Rows have `cell`, `status` and `output_tokens_per_s` (None where there is none), and any other keys. The run counts
+    as failed when a cell does. Nothing is raised: the sweep is over, and its records are on disk.
+    """
+    if config.mode == "disabled":
+        return []
+    run_id = find_sweep_run_id(sweep_folder)
+    try:
+        tracker = start_run(
+            config, name, config.group or name, run_id, {"num_cells": len(rows)}, sweep_folder
+        )
+    except ConfigError as error:
+        return [str(error)]
+    statuses = Counter(str(row[STATUS]) for row in rows)
+    tracker.log_values(_build_values(rows), {"num_cells": len(rows), "statuses": dict(statuses)})
+    tracker.finish(exit_code=0 if set(statuses) <= set(GOOD_ENDS) else 1)
+    return tracker.warnings
+
+
+def _build_values(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The table of all cells, and bars of those that have a throughput."""
+    import wandb
+
+    names, data = _tabulate(rows)
+    measured = [row for row in rows if row[THROUGHPUT] is not None]
+    bars = wandb.Table(columns=[CELL, THROUGHPUT], data=[[row[CELL], row[THROUGHPUT]] for row in measured])
+    return {
+        "cells": wandb.Table(columns=names, data=data),
+        "throughput": wandb.plot.bar(bars, CELL, THROUGHPUT, title="Output tokens per second"),
+    }
+
+
+def _tabulate(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str | int], list[list[Any]]]:
+    """Column names in order of first appearance, and rows of them; wandb wants one type a column."""
+    names: list[str | int] = list(dict.fromkeys(name for row in rows for name in row))
+    columns = [_unify([row.get(str(name)) for row in rows]) for name in names]
+    return names, [list(values) for values in zip(*columns, strict=True)]
+
+
+def _unify(values: Sequence[Any]) -> list[Any]:
+    """Numbers, truth values or text as they are; anything else, and a mixture, as text."""
+    kinds = {_kind(value) for value in values if value is not None}
+    if len(kinds) <= 1 and None not in kinds:
+        return list(values)
+    return [value if value is None or isinstance(value, str) else json.dumps(value) for value in values]
+
+
+def _kind(value: Any) -> type | None:
+    if isinstance(value, bool | str):
+        return type(value)
+    return float if isinstance(value, int | float) else None

@@ -1,0 +1,165 @@
+"""One W&B run, written to round by round; what goes wrong inside wandb becomes a warning and nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from cbexp.config import TrackingConfig
+from cbexp.errors import NotApplicableError
+from cbexp.metrics import RoundRecord, StepRecord, flatten_numbers
+from cbexp.tracking.histograms import build_step_histograms
+from cbexp.tracking.modes import Mode
+from cbexp.tracking.objective import OBJECTIVE, REJECTED, compute_objective
+
+if TYPE_CHECKING:
+    import wandb
+
+COMPLETION_COLUMNS = ("round_index", "request_id", "finish_reason", "verdict", "text")
+EXIT_INTERRUPTED = 255  # wandb's own for Ctrl-C
+
+
+class Tracker:
+    """One W&B run, or none when tracking is disabled. Use as a context manager: leaving it always finishes the run.
+
+    `description` says in one line which mode it is, where the data lies and how to upload it. Whatever goes wrong
+    inside wandb is in `warnings` and nowhere else.
+    """
+
+    def __init__(self, config: TrackingConfig, description: str = "W&B off") -> None:
+        self.description = description
+        self._config = config
+        self._run: wandb.Run | None = None
+        self._problems: Counter[str] = Counter()
+
+    def __enter__(self) -> Tracker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._log_bad_end(error)
+        self.finish(_choose_exit_code(error))
+
+    @property
+    def warnings(self) -> list[str]:
+        """What went wrong so far, each once with how often it did."""
+        return [text if count == 1 else f"{text} ({count} times)" for text, count in self._problems.items()]
+
+    def attach(self, run: wandb.Run, mode: Mode, reason: str) -> None:
+        """Log to `run` from now on."""
+        self._run = run
+        place = run.url if mode == "online" else f"upload with: {_sync_command(run)}"
+        self.description = f"W&B {mode} ({reason}); {place}"
+
+    def warn(self, text: str) -> None:
+        """Add to `warnings`."""
+        self._problems[text] += 1
+
+    def log_round(self, record: RoundRecord, steps: Sequence[StepRecord]) -> None:
+        """Log a round's numbers and histograms against `round`; names of a warmup round begin with `warmup/`."""
+        prefix = "warmup/" if record.is_warmup else ""
+
+        def log(run: wandb.Run) -> None:
+            values = flatten_numbers(record.to_dict()) | build_step_histograms(steps)
+            named = {f"{prefix}{name}": value for name, value in values.items()}
+            run.log({"round": record.round_index, **named})
+
+        self._attempt("logging a round", log)
+
+    def log_completions(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Log completion rows as a table, as many as the configuration lets out: none, unless it says so."""
+        if not self._config.log_completions:
+            return
+        data = [
+            [row[column] for column in COMPLETION_COLUMNS]
+            for row in rows[: self._config.max_logged_completions]
+        ]
+        self._attempt("logging completions", lambda run: run.log({"completions": _table(data)}))
+
+    def log_summary(self, summary: Mapping[str, Any]) -> None:
+        """Make `summary` the run's summary, with the objective, and keep it and the configuration as an artifact."""
+        objective = compute_objective(summary, self._config.max_memory_gib)
+        self._attempt("logging the objective", lambda run: _log_objective(run, objective))
+        self._attempt("logging the summary", lambda run: run.summary.update(dict(summary)))
+        self._attempt("logging the records", lambda run: _log_records(run, summary))
+
+    def log_values(self, values: Mapping[str, Any], summary: Mapping[str, Any]) -> None:
+        """Log tables, charts and the like, and make `summary` the run's summary."""
+        self._attempt("logging values", lambda run: run.log(dict(values)))
+        self._attempt("logging the summary", lambda run: run.summary.update(dict(summary)))
+
+    def finish(self, exit_code: int) -> None:
+        """Close the run, as failed unless `exit_code` is 0; waits for the upload a bounded time. Safe to call twice."""
+        run = self._run
+        if run is None:
+            return
+        try:
+            self._attempt("finishing the run", lambda run: run.finish(exit_code=exit_code))
+        except KeyboardInterrupt:
+            self.warn(f"W&B: the upload was interrupted; the data is kept: {_sync_command(run)}")
+            raise
+        finally:
+            self._run = None
+
+    def _log_bad_end(self, error: BaseException) -> None:
+        """Say what happened, and give a search the worst value; what was merely interrupted has none."""
+        reason = {"error_class": type(error).__name__, "message": str(error)}
+        if not isinstance(error, KeyboardInterrupt):
+            self._attempt("logging the objective", lambda run: _log_objective(run, REJECTED))
+        self._attempt("logging the error", lambda run: run.summary.update(reason))
+
+    def _attempt(self, what: str, action: Callable[[wandb.Run], object]) -> None:
+        if self._run is None:
+            return
+        try:
+            action(self._run)
+        except TimeoutError:
+            self.warn(f"W&B: {what} took too long; the data is kept: {_sync_command(self._run)}")
+        except Exception as error:  # noqa: BLE001 - wandb raises of every kind, and a run must outlive them all
+            self.warn(f"W&B: {what} failed ({type(error).__name__}: {error})")
+
+
+def _choose_exit_code(error: BaseException | None) -> int:
+    """What this machine cannot run is no failure: of a sweep over all compile modes, a CPU has some."""
+    if error is None or isinstance(error, NotApplicableError):
+        return 0
+    return EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _log_objective(run: wandb.Run, objective: float) -> None:
+    """In the history, where sweeps look for it, and in the summary, where people do."""
+    run.log({OBJECTIVE: objective})
+    run.summary.update({OBJECTIVE: objective})
+
+
+def _log_records(run: wandb.Run, summary: Mapping[str, Any]) -> None:
+    """The files lie in the run's own folder and are read from there on upload: a staging copy could be gone by then."""
+    import wandb
+
+    folder = Path(run.settings.sync_dir) / "records"
+    folder.mkdir()
+    artifact = wandb.Artifact(f"records-{run.id}", type="records")
+    for name, values in (("summary.json", dict(summary)), ("config.json", dict(run.config))):
+        path = folder / name
+        path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        artifact.add_file(str(path), policy="immutable")
+    run.log_artifact(artifact)
+
+
+def _sync_command(run: wandb.Run) -> str:
+    folder, here = Path(run.settings.sync_dir), Path.cwd()
+    path = folder.relative_to(here) if folder.is_relative_to(here) else folder
+    # wandb leaves out what was begun online unless told otherwise.
+    return f"wandb sync {path}" if run.offline else f"wandb sync --include-online {path}"
+
+
+def _table(rows: list[list[Any]]) -> Any:
+    import wandb
+
+    return wandb.Table(columns=list(COMPLETION_COLUMNS), data=rows)

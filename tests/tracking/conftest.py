@@ -1,0 +1,43 @@
+"""For every test of W&B: no credentials, no settings, folders of its own, and nothing of wandb left running."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import wandb
+
+from tests.tracking.wandb_fixtures import KEY, FakeServer
+
+
+@pytest.fixture(autouse=True)
+def machine_without_credentials(tmp_path, monkeypatch):
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.delenv("NETRC", raising=False)
+    for name in ("HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
+        folder = tmp_path / name
+        folder.mkdir()
+        monkeypatch.setenv(name, str(folder))
+    yield
+    wandb.teardown()
+
+
+@pytest.fixture
+def run_dir(tmp_path) -> Path:
+    path = tmp_path / "run"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def server(monkeypatch):
+    server = FakeServer()
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("WANDB_FINISH_TIMEOUT", "1")
+    wandb.teardown()
+    yield server
+    server.stop()
