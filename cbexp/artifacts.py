@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from cbexp.config import ArtifactsConfig
 from cbexp.errors import ResultsError
 from cbexp.files import append_bytes, check_writable, describe_failure, read_jsonl, replace_text
 from cbexp.metrics import RequestRecord, RoundRecord, StepRecord
+from cbexp.run_status import (
+    STATUS,
+    SUMMARY,
+    Status,
+    begin_status,
+    find_live_owner,
+    now,
+    read_json_object,
+    write_status,
+)
 
 __all__ = ["RunDirectory", "Status", "check_writable", "read_jsonl"]
 
-Status = Literal["running", "completed", "failed", "out_of_memory", "interrupted", "not_applicable"]
-
-SUMMARY, STATUS, TRACEBACK = "summary.json", "status.json", "traceback.txt"
+TRACEBACK = "traceback.txt"
 ROUNDS, REQUESTS, STEPS, COMPLETIONS = "rounds.jsonl", "requests.jsonl", "steps.jsonl", "completions.jsonl"
 WITH_TRACEBACK = ("failed", "out_of_memory")
 
@@ -32,12 +38,7 @@ class RunDirectory:
         self.path = path
         self._max_completions = max_completions
         self._num_rounds = 0
-        self._status: dict[str, Any] = {
-            "status": "running",
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "started_at": _now(),
-        }
+        self._status = begin_status()
 
     @classmethod
     def create(cls, path: Path, config: ArtifactsConfig) -> RunDirectory:
@@ -107,16 +108,15 @@ class RunDirectory:
         Raises:
             ResultsError: not even that is possible.
         """
-        self._status |= {"status": status, "ended_at": _now()}
+        self._status |= {"status": status, "ended_at": now()}
         if error is not None:
             self._status |= {"error_class": type(error).__name__, "message": str(error)}
         if error is not None and status in WITH_TRACEBACK:
             self._status["traceback_file"] = self._write_traceback(error)
-        text = _to_json(self._status)
         try:
-            replace_text(self.path / STATUS, text)
-        except OSError:
-            self._overwrite_status(text)
+            write_status(self.path, self._status)
+        except OSError as lost:
+            raise self._loss(self.path / STATUS, lost) from lost
 
     def size_bytes(self) -> int:
         """Bytes of all files in the directory."""
@@ -150,14 +150,6 @@ class RunDirectory:
             return None
         return TRACEBACK
 
-    def _overwrite_status(self, text: str) -> None:
-        try:
-            with (self.path / STATUS).open("r+", encoding="utf-8") as file:
-                file.write(text)
-                file.truncate()
-        except OSError as error:
-            raise self._loss(self.path / STATUS, error) from error
-
     def _loss(self, path: Path, error: OSError) -> ResultsError:
         kept = f"Kept: {self._num_rounds} whole round(s) in {self.path}."
         return ResultsError(f"{describe_failure(path, error)} {kept}")
@@ -176,7 +168,7 @@ def _refuse_used(path: Path) -> None:
     used = [name for name in (STATUS, ROUNDS, REQUESTS, STEPS, COMPLETIONS) if (path / name).exists()]
     if not used:
         return
-    owner = _live_owner(path / STATUS)
+    owner = find_live_owner(read_json_object(path / STATUS))
     if owner:
         raise ResultsError(f"{path} belongs to a run that is going on ({owner}): choose another folder.")
     raise ResultsError(
@@ -185,32 +177,5 @@ def _refuse_used(path: Path) -> None:
     )
 
 
-def _live_owner(status_path: Path) -> str | None:
-    """Who runs there, when it is a process of this host that lives, or one of another host that may."""
-    try:
-        status = json.loads(status_path.read_text(encoding="utf-8"))
-        is_running, pid, host = status["status"] == "running", status["pid"], status["host"]
-    except (OSError, ValueError, KeyError, TypeError):  # unreadable, torn, or not ours
-        return None
-    if not is_running:
-        return None
-    is_live = host != socket.gethostname() or _is_alive(pid)
-    return f"process {pid} on {host}, since {status['started_at']}" if is_live else None
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
 def _to_json(values: Mapping[str, Any]) -> str:
     return json.dumps(values, indent=2, allow_nan=False) + "\n"
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

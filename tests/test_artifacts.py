@@ -75,7 +75,8 @@ def test_run_directory_is_complete(tmp_path):
 def test_summary_is_the_last_file_written(tmp_path, monkeypatch):
     directory = RunDirectory.create(tmp_path / "run", KEEP_ALL)
     written = []
-    monkeypatch.setattr("cbexp.artifacts.replace_text", lambda path, _text: written.append(path.name))
+    for module in ("artifacts", "run_status"):
+        monkeypatch.setattr(f"cbexp.{module}.replace_text", lambda path, _text: written.append(path.name))
     directory.write_summary({}, stats_path=tmp_path / "stats.json")
     assert written == ["stats.json", "status.json", "summary.json"]
 
