@@ -6,8 +6,9 @@ import dataclasses
 import itertools
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
@@ -36,9 +37,10 @@ COMPILE_REGIONS = ("model", "layer")
 COMPILE_MODES_WITH_LAYER_REGION = ("default", "max_autotune_no_cudagraphs", "compiled_cuda_graph")
 FUSIONS = ("auto", "none", "projections", "layers")
 BATCH_SHAPES = ("natural", "buckets", "full")
-DRIVERS = ("sync", "manager", "generate")
+DRIVERS = ("sync", "manager", "generate", "vllm")
 SCHEDULERS = ("fifo", "prefill_first")
 BLOCK_SHARING = ("auto", "on", "off")
+ISOLATIONS = ("process", "none")
 TRACKING_MODES = ("auto", "online", "offline", "disabled")
 
 _CHAT_FIELDS = {"system_prompt", "chat_template", "chat_template_kwargs"}
@@ -48,6 +50,8 @@ _FIELDS_OF_ALL_KINDS = {"name", "kind", "num_prompts", "num_generations"}
 # Of the engine (cbexp.engine.settings), which this module does not import.
 MAX_BUCKET, MAX_BURST = 1024, 4096
 MAX_SIGMA = 10.0
+# How the cells of a sweep are run, which changes nothing of what one of them does.
+SWEEP_SETTINGS = ("isolation", "cell_timeout_s", "resume", "resume_force")
 DATASET_FIELDS_BY_KIND: dict[str, set[str]] = {
     "arithmetic": {"verifier"} | _CHAT_FIELDS,
     "hub": {"config_name", "revision", "split"} | _ROW_FIELDS,
@@ -368,12 +372,23 @@ def check_region(region: str, mode: str) -> None:
 
 @dataclass
 class DriverConfig:
-    """Who generates: the synchronous driver, transformers' threaded manager, or transformers' `generate`."""
+    """Who generates: the synchronous driver, transformers' threaded manager, transformers' `generate`, or vLLM.
+
+    The rest is vLLM's, which runs in a process of its own: under the interpreter `python` (None: this one), with
+    `pythonpath` as its whole PYTHONPATH (None: none). `start_timeout_s` bounds its start, compiling and capturing
+    included. `request_times` has it keep each request's times, for which it works a little more.
+    """
 
     name: str = "sync"
+    python: str | None = None
+    pythonpath: str | None = None
+    start_timeout_s: float = 1200.0
+    request_times: bool = False
 
     def __post_init__(self) -> None:
         check_choice("driver.name", self.name, DRIVERS)
+        if not self.start_timeout_s > 0:
+            raise ConfigError(f"driver.start_timeout_s={self.start_timeout_s} must be more than 0 seconds.")
 
 
 @dataclass
@@ -401,7 +416,9 @@ class TrackingConfig:
         )
         check_at_least("tracking.max_logged_completions", self.max_logged_completions, 1)
         if self.max_memory_gib is not None and not self.max_memory_gib > 0:
-            raise ConfigError(f"tracking.max_memory_gib={self.max_memory_gib} must be a number above 0 (GiB).")
+            raise ConfigError(
+                f"tracking.max_memory_gib={self.max_memory_gib} must be a number above 0 (GiB)."
+            )
 
 
 @dataclass
@@ -419,7 +436,12 @@ class ArtifactsConfig:
 
 @dataclass
 class ExperimentConfig:
-    """One job, whole. `stats_path`: a further place for the summary, relative to the launch folder."""
+    """One job, whole. `stats_path`: a further place for the summary, relative to the launch folder.
+
+    Of a sweep (`SWEEP_SETTINGS`): `isolation` says whether each cell runs in a process of its own, which
+    `cell_timeout_s` ends; `resume` names the sweep of which to run what is missing (a folder, or `latest`), and
+    `resume_force` does so over another commit or other versions.
+    """
 
     model: ModelConfig = field(default_factory=lambda: ModelConfig(name="tiny", name_or_path="builtin:tiny"))
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
@@ -436,6 +458,10 @@ class ExperimentConfig:
     num_rounds: int = 5
     stats_path: str | None = None
     dry_run: bool = False
+    isolation: str = "process"
+    cell_timeout_s: float | None = None
+    resume: str | None = None
+    resume_force: bool = False
 
     def __post_init__(self) -> None:
         check_at_least("seed", self.seed, 0)
@@ -447,6 +473,12 @@ class ExperimentConfig:
             raise ConfigError(
                 f"name={self.name!r} names a folder of outputs: use letters, digits, '_', '-' and '.', and start with "
                 "a letter or digit."
+            )
+        self._check_sweep_settings()
+        if self.driver.name == "vllm" and self.adapter.kind != "none":
+            raise ConfigError(
+                f"adapter={self.adapter.kind} does not work with driver=vllm, which runs the model without one: use "
+                "adapter=none, or another driver."
             )
         if self.has_paged_cache:
             self._check_cache()
@@ -463,8 +495,29 @@ class ExperimentConfig:
 
     @property
     def has_paged_cache(self) -> bool:
-        """Whether the driver works on transformers' paged cache; `generate` does not."""
+        """Whether the driver has a paged cache, transformers' or vLLM's; `generate` has none."""
         return self.driver.name != "generate"
+
+    def _check_sweep_settings(self) -> None:
+        check_choice("isolation", self.isolation, ISOLATIONS)
+        if self.cell_timeout_s is not None:
+            if not self.cell_timeout_s > 0:
+                raise ConfigError(
+                    f"cell_timeout_s={self.cell_timeout_s} must be a number of seconds above 0."
+                )
+            if self.isolation == "none":
+                raise ConfigError(
+                    f"cell_timeout_s={self.cell_timeout_s} has no effect with isolation=none, which runs cells in the "
+                    "sweep's own process: remove one of them."
+                )
+        if self.resume is not None:
+            check_is_set("resume", self.resume, "give a sweep's folder, or resume=latest")
+            if self.dry_run:
+                raise ConfigError(
+                    f"resume={self.resume} has no effect with dry_run=true: remove one of them."
+                )
+        elif self.resume_force:
+            raise ConfigError("resume_force=true has no effect without resume: give resume=FOLDER or latest.")
 
     def _check_cache(self) -> None:
         max_requests, num_generations = self.cache.max_requests_per_batch, self.dataset.num_generations
@@ -503,6 +556,22 @@ class SweepInfo:
 def to_plain_dict(config: ExperimentConfig) -> dict[str, Any]:
     """Return every setting as nested plain dicts and lists, ready for JSON."""
     return dataclasses.asdict(config)
+
+
+def from_plain_dict(values: Mapping[str, Any]) -> ExperimentConfig:
+    """Return the configuration that `to_plain_dict` made `values` of; the schema's own checks run.
+
+    Raises:
+        ConfigError: a combination is impossible.
+        TypeError: a key is not of this version's schema.
+    """
+    types = get_type_hints(ExperimentConfig)
+    return ExperimentConfig(
+        **{
+            key: types[key](**value) if dataclasses.is_dataclass(types.get(key)) else value
+            for key, value in values.items()
+        }
+    )
 
 
 def register_schema() -> None:
