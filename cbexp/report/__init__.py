@@ -5,5 +5,6 @@ from cbexp.report.loading import load_runs
 from cbexp.report.rows import run_rows
 from cbexp.report.run import Run
 from cbexp.report.table import format_table
+from cbexp.report.terminal import format_report
 
-__all__ = ["ReportError", "Run", "format_table", "load_runs", "run_rows"]
+__all__ = ["ReportError", "Run", "format_report", "format_table", "load_runs", "run_rows"]

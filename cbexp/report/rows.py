@@ -39,8 +39,8 @@ def run_rows(runs: Sequence[Run], baseline: str | None = None) -> list[dict[str,
     """A row for each run, the fastest first, then those without a throughput in their given order.
 
     Keys of every row: label, status, message, the names of `FIGURES` (numbers or None; seconds, GiB, shares in [0, 1]),
-    ratio with ratio_low and ratio_high (its interval), baseline (the label of the run that it is a ratio to),
-    are_rounds_identical, workload_hash, the names of `FACTS`, overrides (one string), command, folder.
+    ratio with ratio_low and ratio_high (its interval), is_baseline, baseline (the label of the run that it is a ratio
+    to), are_rounds_identical, workload_hash, the names of `FACTS`, overrides (one string), command, folder.
 
     Raises:
         ReportError: `baseline` names no run, or several.
@@ -80,5 +80,6 @@ def _ratio(run: Run, labels: Mapping[Path, str], baselines: Mapping[str, Run]) -
         "ratio": None if ratio is None else ratio.value,
         "ratio_low": None if interval is None else interval.low,
         "ratio_high": None if interval is None else interval.high,
+        "is_baseline": base is not None and base.folder == run.folder,
         "baseline": None if ratio is None or base is None else labels[base.folder],
     }

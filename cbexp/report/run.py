@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +32,17 @@ class Run:
     """The records of one folder. `status` is that of status.json, or what must be said where that one cannot be true.
 
     Besides the statuses that a job writes: `killed` (its process is gone), `not_started` (a cell of sweep.json without
-    records), `unreadable` (records that contradict each other or cannot be read). `remarks` says what was wrong with
-    files. `overrides` are the words of its command line.
+    records), `unreadable` (records that contradict each other or cannot be read). `status_record` is status.json as it
+    is. `remarks` says what was wrong with files. `overrides` are the words of its command line.
     """
 
     folder: Path
     name: str
     status: str
     message: str | None
-    error_class: str | None
     overrides: tuple[str, ...]
     command: str | None
-    started_at: str | None
+    status_record: Mapping[str, Any]
     summary: Mapping[str, Any]
     engine: Mapping[str, Any]
     environment: Mapping[str, Any]
@@ -82,10 +80,16 @@ class Run:
         """Whether `peak_memory_gib` is the process's memory, since there was no device's."""
         return self.figure("peak_allocated_gib") is None
 
-    @cached_property
-    def fraction_of_rounds_correct(self) -> float | None:
-        """Correct / judged completions of the timed rounds."""
-        return self.figure("accuracy")
+    @property
+    def error_class(self) -> str | None:
+        """The class of the error that ended it."""
+        return text(self.status_record, "error_class")
+
+    @property
+    def gpu_states(self) -> list[Mapping[str, Any]]:
+        """Clocks, power and memory of each of its GPUs when it started; empty without a GPU or in older records."""
+        states = lookup(self.environment, "cuda", "gpu_states")
+        return [state for state in states if isinstance(state, Mapping)] if isinstance(states, list) else []
 
     def figure(self, *names: str) -> float | None:
         """A number of the summary."""

@@ -8,19 +8,13 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from cbexp.report.baseline import OTHER_WORK
 from cbexp.report.errors import ReportError
 from cbexp.report.rows import run_rows
 from cbexp.report.run import Run
+from cbexp.report.text_table import format_columns
 
-HEADERS = ("cell", "status", "output tok/s", "spread", "ratio", "memory", "roofline", "accuracy")
-MAX_LABEL_COLUMNS = 60
-WIDTH = 160  # never the terminal's: a wrapped table of numbers cannot be read, and the text goes to files too
+HEADERS = ("#", "cell", "status", "output tok/s", "spread", "ratio", "memory", "roofline", "accuracy")
 
 Row = Mapping[str, Any]
 
@@ -32,32 +26,16 @@ def format_table(runs: Sequence[Run], baseline: str | None = None) -> str:
         ReportError: there is no run, or `baseline` names none or several.
     """
     rows = _some_rows(runs, baseline)
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    for header in HEADERS:
-        is_text = header in HEADERS[:2]
-        max_width = MAX_LABEL_COLUMNS if header == HEADERS[0] else None
-        table.add_column(
-            header,
-            justify="left" if is_text else "right",
-            overflow="fold",
-            max_width=max_width,
-            no_wrap=max_width is None,
-        )
-    for cells in _cells(rows):
-        table.add_row(*map(Text, cells))
-    console = Console(file=io.StringIO(), width=WIDTH, color_system=None, highlight=False)
-    with console.capture() as capture:
-        console.print(table)
-    lines = [line.rstrip() for line in capture.get().strip("\n").splitlines()]
-    return "\n".join([*lines, *describe_baselines(rows)]) + "\n"
+    table = format_columns(HEADERS, _cells(rows), text_columns=(1, 2))
+    return table + "".join(f"{line}\n" for line in describe_baselines(rows, baseline))
 
 
 def format_markdown(runs: Sequence[Run], baseline: str | None = None) -> str:
     """The same as a markdown table; text that would be markup there is escaped."""
     rows = _some_rows(runs, baseline)
-    lines = [_markdown_line(HEADERS), "|" + "---|" * 2 + "---:|" * (len(HEADERS) - 2)]
+    lines = [_markdown_line(HEADERS), "|---:|---|---|" + "---:|" * (len(HEADERS) - 3)]
     lines += [_markdown_line([_escape_markdown(cell) for cell in cells]) for cells in _cells(rows)]
-    notes = [_escape_markdown(line) for line in describe_baselines(rows)]
+    notes = [_escape_markdown(line) for line in describe_baselines(rows, baseline)]
     return "\n".join([*lines, "", *notes]).rstrip() + "\n"
 
 
@@ -76,16 +54,31 @@ def format_json(runs: Sequence[Run], baseline: str | None = None) -> str:
     return json.dumps(_some_rows(runs, baseline), indent=2, allow_nan=False) + "\n"
 
 
-def describe_baselines(rows: Sequence[Row]) -> list[str]:
+def describe_baselines(rows: Sequence[Row], named: str | None) -> list[str]:
     """What the ratios are to, and how many different works there are, a line each; nothing without a ratio."""
-    named = sorted({row["baseline"] for row in rows if row["baseline"] is not None})
+    baselines = [index for index, row in enumerate(rows, start=1) if row["is_baseline"]]
     works = {row["workload_hash"] for row in rows if row["workload_hash"] is not None}
-    lines = [f"ratio to {', '.join(named)}"] if named else []
-    if len(works) > 1:
-        lines.append(
-            f"{len(works)} different workloads (prompts, limits, sampling): ratios stand only within the same one"
-        )
-    return lines
+    if not baselines:
+        return []
+    if len(works) == 1:
+        row = rows[baselines[0] - 1]
+        return [f"ratio to #{baselines[0]}, {row['label']}{'' if named else ' (the slowest)'}"]
+    which = repr(named) if named else "the slowest run"
+    return [
+        f"{len(works)} different works (prompts, limits, sampling): a ratio is to {which} of the same work, "
+        f"{format_numbers(baselines)}"
+    ]
+
+
+def format_numbers(numbers: Sequence[int]) -> str:
+    """Rows of the table, neighbours taken together: `#1, #3-5`."""
+    spans: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if spans and spans[-1][1] == number - 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ", ".join(f"#{low}" if low == high else f"#{low}-{high}" for low, high in spans)
 
 
 def _some_rows(runs: Sequence[Run], baseline: str | None) -> list[dict[str, Any]]:
@@ -98,6 +91,7 @@ def _cells(rows: Sequence[Row]) -> list[list[str]]:
     has_ratios = any(row["ratio"] is not None for row in rows)
     return [
         [
+            str(index),
             row["label"],
             row["status"],
             _shown(row["output_tokens_per_s"], ",.0f"),
@@ -107,7 +101,7 @@ def _cells(rows: Sequence[Row]) -> list[list[str]]:
             _shown(row["roofline_fraction"], ".1%"),
             _shown(row["accuracy"], ".1%"),
         ]
-        for row in rows
+        for index, row in enumerate(rows, start=1)
     ]
 
 

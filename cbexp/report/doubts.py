@@ -1,0 +1,62 @@
+"""What makes a run's figures doubtful, or hard to get again, as sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from cbexp.report.json_files import lookup, number, strings, text
+from cbexp.report.run import Run
+
+MAX_MEMORY_IN_USE_MIB = 1024  # a CUDA context or two; more is somebody's work
+MAX_HALF_RANGE = 0.05
+
+
+def find_doubts(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Sentence -> the runs that it is true of."""
+    doubts: dict[str, list[Run]] = {}
+    for run in runs:
+        for doubt in [*_doubts_of_figures(run), *_doubts_of_environment(run), *run.remarks]:
+            doubts.setdefault(doubt, []).append(run)
+    return doubts
+
+
+def _doubts_of_figures(run: Run) -> Iterator[str]:
+    if not run.is_completed:
+        return
+    half_range = run.figure("output_tokens_per_s", "relative_half_range")
+    if half_range is not None and half_range > MAX_HALF_RANGE:
+        yield f"throughput varies by more than ±{MAX_HALF_RANGE:.0%} between rounds"
+    if run.fact("are_rounds_identical") is False:
+        yield "completions differ between timed rounds of the same prompts"
+    if run.figure("num_short"):
+        yield "some requests ended below the fixed length"
+    yield from strings(run.summary, "warnings")
+
+
+def _doubts_of_environment(run: Run) -> Iterator[str]:
+    if lookup(run.environment, "source", "is_dirty") is True:
+        yield "uncommitted changes: the commit does not say what ran"
+    if num_others := num_other_gpu_processes(run):
+        yield f"{num_others} other process(es) on the GPU when the run started"
+    in_use_mib = max((number(gpu, "memory_used_mib") or 0 for gpu in run.gpu_states), default=0)
+    if in_use_mib > MAX_MEMORY_IN_USE_MIB:
+        yield f"GPU memory in use when the run started: {in_use_mib / 1024:.0f} GiB"
+    for gpu in run.gpu_states:
+        if text(gpu, "throttle_reasons"):
+            yield f"the GPU was slowed down when the run started: {text(gpu, 'throttle_reasons')}"
+
+
+def num_other_gpu_processes(run: Run) -> int:
+    """Processes on the run's GPUs at its start that are not its own."""
+    processes = lookup(run.environment, "cuda", "processes")
+    pids = [_pid(process) for process in processes] if isinstance(processes, list) else []
+    own = number(run.status_record, "pid")
+    return sum(pid is not None and pid != own for pid in pids)
+
+
+def _pid(process: object) -> float | None:
+    """Of a record with the key pid, or of a line of nvidia-smi that begins with it."""
+    if isinstance(process, dict):
+        return number(process, "pid")
+    head = str(process).partition(",")[0].strip()
+    return float(head) if head.isdigit() else None

@@ -1,0 +1,115 @@
+"""What the runs stood on: where it differs between them, and what makes figures doubtful."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cbexp.report.doubts import find_doubts
+from cbexp.report.json_files import lookup, number, text
+from cbexp.report.run import Run
+
+UNKNOWN = "not recorded"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One fact of the environment, and its values with the runs that have each."""
+
+    fact: str
+    values: Mapping[str, Sequence[Run]]
+
+
+def shared_facts(runs: Sequence[Run]) -> dict[str, str]:
+    """Facts that all runs have in common, in their order."""
+    return {fact: next(iter(values)) for fact, values in _by_fact(runs).items() if len(values) == 1}
+
+
+def find_differences(runs: Sequence[Run]) -> list[Difference]:
+    """Facts that are not the same for all runs; of runs that got as far as recording their environment."""
+    return [Difference(fact, values) for fact, values in _by_fact(runs).items() if len(values) > 1]
+
+
+def format_notes(runs: Sequence[Run], describe: Callable[[Sequence[Run]], str]) -> str:
+    """Doubts and differences, a line each, with the runs as `describe` names them; empty when there are none."""
+    lines = [f"note: {doubt} ({describe(concerned)})" for doubt, concerned in find_doubts(runs).items()]
+    for difference in find_differences(runs):
+        values = [f"{value} ({describe(having)})" for value, having in difference.values.items()]
+        lines.append(f"differs: {difference.fact}: {', '.join(values)}")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _by_fact(runs: Sequence[Run]) -> dict[str, dict[str, list[Run]]]:
+    found: dict[str, dict[str, list[Run]]] = {}
+    described = [(run, describe_environment(run)) for run in runs if run.environment]
+    for fact in dict.fromkeys(fact for _, facts in described for fact in facts):
+        for run, facts in described:
+            found.setdefault(fact, {}).setdefault(facts.get(fact, UNKNOWN), []).append(run)
+    return found
+
+
+def describe_environment(run: Run) -> dict[str, str]:
+    """Fact -> value of one run, in the order to show them."""
+    environment = run.environment
+    facts = {fact: describe(environment) for fact, describe in _FACTS.items()}
+    facts |= {"GPU clocks and power": _clocks(run), "host": text(run.status_record, "host")}
+    versions = lookup(environment, "versions")
+    for name, version in versions.items() if isinstance(versions, Mapping) else ():
+        facts[str(name)] = str(version) if version is not None else "not installed"
+    variables = lookup(environment, "variables")
+    for name, value in variables.items() if isinstance(variables, Mapping) else ():
+        facts[f"${name}"] = str(value)
+    return {fact: value for fact, value in facts.items() if value is not None}
+
+
+def _commit(environment: Mapping[str, Any]) -> str | None:
+    commit = text(environment, "source", "commit")
+    return commit[:12] if commit else None
+
+
+def _changes(environment: Mapping[str, Any]) -> str | None:
+    is_dirty = lookup(environment, "source", "is_dirty")
+    return {True: "yes", False: "no"}.get(is_dirty) if isinstance(is_dirty, bool) else None
+
+
+def _cpu(environment: Mapping[str, Any]) -> str | None:
+    model, num_cores = text(environment, "cpu", "model"), number(environment, "cpu", "num_usable_cores")
+    return f"{model or 'unknown'}, {num_cores:.0f} usable cores" if model or num_cores else None
+
+
+def _threads(environment: Mapping[str, Any]) -> str | None:
+    num_threads = number(environment, "cpu", "num_threads")
+    return None if num_threads is None else f"{num_threads:.0f}"
+
+
+def _gpus(environment: Mapping[str, Any]) -> str | None:
+    devices = lookup(environment, "cuda", "devices")
+    names = (
+        [text(device, "name") for device in devices if isinstance(device, dict)]
+        if isinstance(devices, list)
+        else []
+    )
+    return ", ".join(name or "unknown" for name in names) or None
+
+
+def _clocks(run: Run) -> str | None:
+    """Limits alone: what the clocks were at the moment of asking differs from run to run."""
+    limits = [
+        f"at most {gpu.get('max_sm_mhz')} MHz, memory {gpu.get('max_memory_mhz')} MHz, {gpu.get('power_limit_w')} W"
+        for gpu in run.gpu_states
+    ]
+    return "; ".join(limits) or None
+
+
+_FACTS: Mapping[str, Callable[[Mapping[str, Any]], str | None]] = {
+    "GPU": _gpus,
+    "GPU driver": lambda environment: text(environment, "cuda", "driver"),
+    "CUDA": lambda environment: text(environment, "cuda", "runtime"),
+    "commit": _commit,
+    "uncommitted changes": _changes,
+    "CPU": _cpu,
+    "CPU threads": _threads,
+    "platform": lambda environment: text(environment, "platform"),
+    "Python": lambda environment: text(environment, "python"),
+}

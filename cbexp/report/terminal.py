@@ -1,0 +1,29 @@
+"""What the command prints: the table, what failed and why, and what to know about the environment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cbexp.report.environments import format_notes
+from cbexp.report.failures import format_failures
+from cbexp.report.rows import run_rows
+from cbexp.report.run import Run
+from cbexp.report.table import format_numbers, format_table
+
+
+def format_report(runs: Sequence[Run], baseline: str | None = None) -> str:
+    """The whole report as text without colours.
+
+    Raises:
+        ReportError: there is no run, or `baseline` names none or several.
+    """
+    table = format_table(runs, baseline)
+    numbers = {row["folder"]: number for number, row in enumerate(run_rows(runs, baseline), start=1)}
+
+    def describe(some: Sequence[Run]) -> str:
+        if len(some) == len(runs):
+            return "all"
+        return format_numbers([numbers[str(run.folder)] for run in some])
+
+    parts = [table, format_failures(runs), format_notes(runs, describe)]
+    return "\n".join(part for part in parts if part)
