@@ -140,6 +140,18 @@ def _rotated_attention_kernel(
     head = kv_head * GROUP + lane
 
     wait_for_predecessor(DEPENDENT)
+    stride = num_rows.to(tl.int64) * ALL_HEADS * HEAD_DIM
+    row_parts = parts + row * ALL_HEADS * HEAD_DIM
+    place_q = head[:, None] * HEAD_DIM + half[None, :]
+    place_k = (NUM_HEADS + kv_head) * HEAD_DIM + half
+    place_v = (NUM_HEADS + NUM_KV_HEADS + kv_head) * HEAD_DIM + dim
+    # Before it is known whether the row is active: loads behind that branch would wait for its own.
+    q_first = load_sum(row_parts, place_q, in_group, stride, SPLITS, dtype)
+    q_second = load_sum(row_parts, place_q + HALF, in_group, stride, SPLITS, dtype)
+    k_first = load_sum(row_parts, place_k, in_half, stride, SPLITS, dtype)
+    k_second = load_sum(row_parts, place_k + HALF, in_half, stride, SPLITS, dtype)
+    value = load_sum(row_parts, place_v, in_head, stride, SPLITS, dtype)
+    offset = tl.load(page_offset)
     position = tl.load(positions + row)
     place_out = (row * NUM_HEADS + head)[:, None] * HEAD_DIM + dim[None, :]
     if position < 0:
@@ -147,16 +159,6 @@ def _rotated_attention_kernel(
         tl.store(out + place_out, tl.zeros([GROUP_ROWS, HEAD_DIM], dtype), mask=in_group)
         return
 
-    stride = num_rows.to(tl.int64) * ALL_HEADS * HEAD_DIM
-    row_parts = parts + row * ALL_HEADS * HEAD_DIM
-    place_q = head[:, None] * HEAD_DIM + half[None, :]
-    place_k = (NUM_HEADS + kv_head) * HEAD_DIM + half
-    place_v = (NUM_HEADS + NUM_KV_HEADS + kv_head) * HEAD_DIM + dim
-    q_first = load_sum(row_parts, place_q, in_group, stride, SPLITS, dtype)
-    q_second = load_sum(row_parts, place_q + HALF, in_group, stride, SPLITS, dtype)
-    k_first = load_sum(row_parts, place_k, in_half, stride, SPLITS, dtype)
-    k_second = load_sum(row_parts, place_k + HALF, in_half, stride, SPLITS, dtype)
-    value = load_sum(row_parts, place_v, in_head, stride, SPLITS, dtype)
     angle = position.to(tl.int64) * HEAD_DIM + half
     cosines, sines = tl.load(cos + angle).to(tl.float32), tl.load(sin + angle).to(tl.float32)
     q_first, q_second = _norm_and_rotate(
@@ -175,7 +177,6 @@ def _rotated_attention_kernel(
         k_first, k_second, k_norm + half, in_half, cosines, sines, eps, HAS_NORM, HEAD_DIM, dtype
     )
 
-    offset = tl.load(page_offset)
     table = block_table + row * table_width
     slot = position % WINDOW if WINDOW > 0 else position
     page = (tl.load(table + slot // PAGE) + offset).to(tl.int64)
