@@ -14,7 +14,7 @@ from cbexp.tracking.identity import find_sweep_run_id
 from cbexp.tracking.start import start_run
 
 GOOD_ENDS = ("completed", "not_applicable")
-CELL, STATUS, THROUGHPUT = "cell", "status", "output_tokens_per_s"
+CELL, STATUS, THROUGHPUT = "label", "status", "output_tokens_per_s"
 
 
 def log_sweep(
@@ -22,7 +22,7 @@ def log_sweep(
 ) -> list[str]:
     """Log a finished sweep, one row a cell, as one W&B run; return what went wrong. A resumed sweep continues its run.
 
-    Rows have `cell`, `status` and `output_tokens_per_s` (None where there is none), and any other keys. The run counts
+    Rows have `label`, `status` and `output_tokens_per_s` (None where there is none), and any other keys. The run counts
     as failed when a cell does. Nothing is raised: the sweep is over, and its records are on disk.
     """
     if config.mode == "disabled":

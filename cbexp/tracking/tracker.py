@@ -139,17 +139,32 @@ def _log_objective(run: wandb.Run, objective: float) -> None:
 
 
 def _log_records(run: wandb.Run, summary: Mapping[str, Any]) -> None:
-    """The files lie in the run's own folder and are read from there on upload: a staging copy could be gone by then."""
+    """The files lie in the run's own folder and are read from there on upload: a staging copy could be gone by then.
+
+    wandb asks the server before it takes an artifact. Without an answer they are saved as files of the run, which are
+    uploaded with the rest.
+    """
     import wandb
 
+    paths = _write_records(run, summary)
+    artifact = wandb.Artifact(f"records-{run.id}", type="records")
+    for path in paths:
+        artifact.add_file(str(path), policy="immutable")
+    try:
+        run.log_artifact(artifact)
+    except Exception:
+        for path in paths:
+            run.save(path, base_path=path.parents[1], policy="now")
+        raise
+
+
+def _write_records(run: wandb.Run, summary: Mapping[str, Any]) -> list[Path]:
     folder = Path(run.settings.sync_dir) / "records"
     folder.mkdir()
-    artifact = wandb.Artifact(f"records-{run.id}", type="records")
-    for name, values in (("summary.json", dict(summary)), ("config.json", dict(run.config))):
-        path = folder / name
-        path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-        artifact.add_file(str(path), policy="immutable")
-    run.log_artifact(artifact)
+    contents = {"summary.json": dict(summary), "config.json": dict(run.config)}
+    for name, values in contents.items():
+        (folder / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    return [folder / name for name in contents]
 
 
 def _sync_command(run: wandb.Run) -> str:

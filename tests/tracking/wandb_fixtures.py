@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import http.server
 import json
 import struct
@@ -48,6 +47,9 @@ class ReadBack:
     history: list[dict] = field(default_factory=list)
     summary: dict = field(default_factory=dict)
     metrics: list[wandb_internal_pb2.MetricRecord] = field(default_factory=list)
+    artifacts: list[wandb_internal_pb2.ArtifactRecord] = field(default_factory=list)
+    saved_files: set[str] = field(default_factory=set)
+    system_metrics: set[str] = field(default_factory=set)
     exit_code: int | None = None
 
     @property
@@ -86,6 +88,12 @@ def read_back(run_dir: Path, folder: str = "offline-run-*") -> ReadBack:
                 found.history.append(_nested_values(record.history.item))
             case "summary":
                 found.summary |= _nested_values(record.summary.update)
+            case "artifact":
+                found.artifacts.append(record.artifact)
+            case "files":
+                found.saved_files |= {item.path for item in record.files.files}
+            case "stats":
+                found.system_metrics |= {item.key for item in record.stats.item}
             case "metric":
                 found.metrics.append(record.metric)
             case "exit":
@@ -98,19 +106,42 @@ def _nested_values(items) -> dict:
 
 
 class FakeServer(http.server.ThreadingHTTPServer):
-    """As much of a W&B server as a run needs."""
+    """As much of a W&B server as runs need; it keeps the history of each, and what it was told of them."""
 
     def __init__(self) -> None:
+        self.history: dict[str, list[str]] = {}
+        self.runs: dict[str, list[dict]] = {}
+        self.artifacts: list[dict] = []
+        self.exit_codes: dict[str, int] = {}
         super().__init__(("127.0.0.1", 0), FakeHandler)
         self.thread = threading.Thread(target=self.serve_forever, daemon=True)
         self.thread.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
 
     def stop(self) -> None:
         self.shutdown()
         self.server_close()
 
+    def rows(self, run_id: str) -> list[dict]:
+        """The history of a run, as its page would draw it."""
+        return [json.loads(line) for line in self.history[run_id]]
+
+    def take_stream(self, path: str, body: dict) -> None:
+        run_id = path.split("/")[-2]
+        lines = self.history.setdefault(run_id, [])
+        if "wandb-history.jsonl" in body.get("files", {}):
+            chunk = body["files"]["wandb-history.jsonl"]
+            lines[chunk["offset"] :] = chunk["content"]
+        if "exitcode" in body:
+            self.exit_codes[run_id] = body["exitcode"]
+
 
 class FakeHandler(http.server.BaseHTTPRequestHandler):
+    server: FakeServer
+
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("content-length", 0)))
         answer = json.dumps(self.answer(body)).encode()
@@ -122,24 +153,73 @@ class FakeHandler(http.server.BaseHTTPRequestHandler):
     do_GET = do_POST  # noqa: N815 - the standard library's way
 
     def answer(self, body: bytes) -> dict:
-        if b"mutation UpsertBucket" in body:
-            project = {"id": "p", "name": "project", "entity": {"id": "e", "name": "team"}}
-            name = json.loads(body)["variables"]["name"]
-            bucket = {"id": "x", "name": name, "displayName": "n", "config": "{}", "project": project}
-            return {"data": {"upsertBucket": {"bucket": bucket | {"historyLineCount": 0}, "inserted": True}}}
-        if b"mutation CreateRunFiles" in body:
-            return {"data": {"createRunFiles": {"runID": "x", "uploadHeaders": [], "files": []}}}
-        if b"query Viewer" in body:
-            viewer = {
-                "id": "v",
-                "entity": "team",
-                "username": "u",
-                "email": "",
-                "flags": "{}",
-                "teams": {"edges": []},
-            }
-            return {"data": {"viewer": viewer}}
+        if self.path.endswith("/file_stream"):
+            self.server.take_stream(self.path, json.loads(body))
+            return {}
+        if not self.path.endswith("/graphql"):  # wandb's own telemetry
+            return {}
+        request = json.loads(body)
+        variables = request.get("variables") or {}
+        for operation, answer in ANSWERS.items():
+            if operation in request.get("query", ""):
+                return {"data": answer(self.server, variables)}
         return {"data": {}}
 
     def log_message(self, *_arguments: object) -> None:
         pass
+
+
+PROJECT = {"id": "p", "name": "project", "entity": {"id": "e", "name": "team"}}
+
+
+def _upsert_run(server: FakeServer, variables: dict) -> dict:
+    is_new = variables["name"] not in server.runs
+    server.runs.setdefault(variables["name"], []).append(variables)
+    bucket = {"id": "x", "name": variables["name"], "displayName": "n", "config": "{}", "project": PROJECT}
+    return {"upsertBucket": {"bucket": bucket | {"historyLineCount": 0}, "inserted": is_new}}
+
+
+def _resume_status(server: FakeServer, variables: dict) -> dict:
+    lines = server.history.get(variables["name"])
+    if lines is None:
+        return {"model": {"id": "p", "name": "project", "entity": PROJECT["entity"], "bucket": None}}
+    bucket = {
+        "id": "x",
+        "name": variables["name"],
+        "summaryMetrics": "{}",
+        "displayName": "n",
+        "config": "{}",
+    }
+    bucket |= {"logLineCount": 0, "eventsLineCount": 0, "historyLineCount": len(lines), "tags": []}
+    bucket |= {"historyTail": json.dumps(lines[-1:]), "eventsTail": "[]", "wandbConfig": '{"t": 1}'}
+    return {"model": {"id": "p", "name": "project", "entity": PROJECT["entity"], "bucket": bucket}}
+
+
+def _create_artifact(server: FakeServer, variables: dict) -> dict:
+    server.artifacts.append(variables["input"] if "input" in variables else variables)
+    artifact = {"id": "a", "state": "COMMITTED", "artifactSequence": {"id": "s", "latestArtifact": None}}
+    return {"createArtifact": {"artifact": artifact}}
+
+
+def _viewer(_server: FakeServer, _variables: dict) -> dict:
+    viewer = {
+        "id": "v",
+        "entity": "team",
+        "username": "u",
+        "email": "",
+        "flags": "{}",
+        "teams": {"edges": []},
+    }
+    return {"viewer": viewer}
+
+
+ANSWERS = {
+    "mutation UpsertBucket": _upsert_run,
+    "query RunResumeStatus": _resume_status,
+    "mutation CreateArtifact": _create_artifact,
+    "mutation CreateRunFiles": lambda *_: {
+        "createRunFiles": {"runID": "x", "uploadHeaders": [], "files": []}
+    },
+    "query ArtifactType": lambda *_: {"project": None},
+    "query Viewer": _viewer,
+}
