@@ -196,7 +196,7 @@ def _resume_status(server: FakeServer, variables: dict) -> dict:
 
 
 def _create_artifact(server: FakeServer, variables: dict) -> dict:
-    server.artifacts.append(variables["input"] if "input" in variables else variables)
+    server.artifacts.append(variables["input"])
     artifact = {"id": "a", "state": "COMMITTED", "artifactSequence": {"id": "s", "latestArtifact": None}}
     return {"createArtifact": {"artifact": artifact}}
 
