@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from pathlib import Path
 
 import transformers
 from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -16,6 +18,7 @@ from cbexp.model.memory import free_memory_bytes
 from cbexp.peers.base import PeerConfig
 from cbexp.peers.generate import GenerateDriver
 from cbexp.peers.manager import ManagerDriver
+from cbexp.peers.vllm_driver import VllmDriver
 from cbexp.planning.cache_sizing import (
     CacheSize,
     check_prompt_lengths,
@@ -28,12 +31,14 @@ from cbexp.planning.compile_choice import ENGINE_MODES
 from cbexp.planning.dry_run import DryRunReport, summarize_dry_run
 from cbexp.planning.plan import RunPlan, build_plan
 from cbexp.planning.roofline import measure_roofline
+from cbexp.planning.vllm_settings import build_vllm_config
 
 __all__ = [
     "DryRunReport",
     "RunPlan",
     "build_driver",
     "build_plan",
+    "build_vllm_driver",
     "compile_environment",
     "describe_compile_cache",
     "measure_roofline",
@@ -78,7 +83,7 @@ def build_driver(
     pad_token_id: int,
     on_step: OnStep | None = None,
 ) -> RolloutDriver:
-    """Return the driver of `plan` on the loaded model, its cache and batches sized for `prompts`.
+    """Return the driver of `plan` (any but vllm) on the loaded model, its cache and batches sized for `prompts`.
 
     `on_step` is called by the synchronous driver; the others cannot see their steps while they run.
 
@@ -104,6 +109,25 @@ def build_driver(
     if plan.decode is not None:
         settings = dataclasses.replace(settings, **vars(plan.decode))
     return SyncCBDriver(loaded.model, GenerationConfig(), settings)
+
+
+def build_vllm_driver(
+    config: ExperimentConfig,
+    plan: RunPlan,
+    prompts: PromptSet,
+    eos_token_ids: tuple[int, ...],
+    log_path: Path,
+    on_progress: Callable[[str], None],
+) -> RolloutDriver:
+    """Return the driver of `plan` whose vLLM logs to `log_path` and is started by its `warmup`.
+
+    Raises:
+        ConfigError: a prompt is too long for the model or the cache, or vLLM's interpreter or path is not there.
+        ModelError: the model's files are not there and cannot be fetched.
+    """
+    lengths = [len(ids) for ids in prompts.prompt_ids]
+    check_prompt_lengths(plan, lengths)
+    return VllmDriver(build_vllm_config(config, plan, lengths, eos_token_ids, log_path), on_progress)
 
 
 def _sync_config(

@@ -21,18 +21,20 @@ from cbexp.errors import RequestsFailedError
 from cbexp.factory import (
     RunPlan,
     build_driver,
+    build_vllm_driver,
     compile_environment,
     describe_compile_cache,
     measure_roofline,
     resolve_stop_ids,
 )
 from cbexp.metrics import RequestRecord, RooflineInputs, RoundRecord
-from cbexp.model.loading import LoadedModel, load_model, load_tokenizer
+from cbexp.model.loading import LoadedModel, describe_model, load_model, load_tokenizer
 from cbexp.rounds import RoundResult, RoundRunner, describe_failures
 from cbexp.run_facts import describe_run
 from cbexp.tracking import Tracker
 
 T = TypeVar("T")
+VLLM_LOG = "vllm.log"
 
 
 class Job:
@@ -83,7 +85,7 @@ class Job:
         # Text is read before the weights, so that a bad file costs seconds. Random ids keep clear of special ones, and
         # only the loaded model tells those.
         prompts = self._load_prompts(tokenizer) if tokenizer is not None else None
-        loaded = self._timed("load_model", lambda: load_model(config.model, config.adapter, config.seed))
+        loaded = self._timed("load_model", self._load_model)
         if prompts is None:
             prompts = self._load_prompts(None, loaded.special_token_ids)
         if loaded.device.type == "cuda":
@@ -112,6 +114,13 @@ class Job:
         if self._config.dataset.kind == "synthetic":
             return None
         return load_tokenizer(self._config.model)
+
+    def _load_model(self) -> LoadedModel:
+        """For vLLM, which loads the weights itself, without them: the device's memory is to be all its own."""
+        config = self._config
+        if self._plan.driver == "vllm":
+            return describe_model(config.model)
+        return load_model(config.model, config.adapter, config.seed)
 
     def _load_prompts(
         self, tokenizer: PreTrainedTokenizerBase | None, special_ids: Collection[int] = ()
@@ -143,9 +152,16 @@ class Job:
     ) -> RolloutDriver:
         eos_token_ids, pad_token_id = resolve_stop_ids(self._config, tokenizer, loaded)
         self._display.print_stop_ids(eos_token_ids, pad_token_id)
-        driver = build_driver(
-            self._config, self._plan, loaded, prompts, eos_token_ids, pad_token_id, self._on_step
-        )
+        driver: RolloutDriver
+        if self._plan.driver == "vllm":
+            log_path = self._directory.path / VLLM_LOG
+            driver = build_vllm_driver(
+                self._config, self._plan, prompts, eos_token_ids, log_path, self._display.show_progress
+            )
+        else:
+            driver = build_driver(
+                self._config, self._plan, loaded, prompts, eos_token_ids, pad_token_id, self._on_step
+            )
         self._resources.callback(driver.close)
         self._display.print_cache(driver.resolved)
         self._write_engine(driver)

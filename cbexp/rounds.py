@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from cbexp.dataset.prompts import PromptSet
 from cbexp.engine.types import Completion, RolloutDriver
 from cbexp.environment import synchronize
+from cbexp.peers.vllm_driver import HasOwnClock
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,10 @@ class RoundRunner:
         return len(self._prompts.prompt_ids) * self._num_generations
 
     def run(self) -> RoundResult:
-        """One whole round, submission to last result, between two device synchronisations."""
+        """One whole round, submission to last result, between two device synchronisations.
+
+        The clock is ours, unless the driver has one where the work is done.
+        """
         self._request_ids, self._completions = [], None
         synchronize(self._device)
         self._start_s = time.perf_counter()
@@ -71,7 +75,10 @@ class RoundRunner:
         )
         self._completions = self._driver.drive_until_empty()
         synchronize(self._device)
-        return self._judge(self._request_ids, self._completions, time.perf_counter())
+        end_s = time.perf_counter()
+        if isinstance(self._driver, HasOwnClock):
+            self._start_s, end_s = self._driver.round_span_s
+        return self._judge(self._request_ids, self._completions, end_s)
 
     def forget(self) -> None:
         """Call when the round's records are written: it is no longer one that could be broken off."""

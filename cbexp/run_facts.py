@@ -27,7 +27,7 @@ def describe_run(
         model=config.model.name_or_path or config.model.name,
         dataset=config.dataset.name,
         backend=config.driver.name,
-        device=str(loaded.device),
+        device=str(plan.device),
         dtype=str(loaded.dtype).removeprefix("torch."),
         compile_mode=plan.compile_mode,
         compile_region=None if decode is None else decode.compile_region,

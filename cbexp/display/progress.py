@@ -85,6 +85,13 @@ class ProgressDisplay:
         if took_s >= NOTEWORTHY_PHASE_S:
             print_row(self._console, label, format_seconds(took_s))
 
+    def show_progress(self, text: str) -> None:
+        """Say how far a long phase is: in the line at the bottom of a terminal, elsewhere in a line of its own."""
+        if self._live is None:
+            self.print_line(text)
+        else:
+            self._live.update(Text(text), refresh=True)
+
     @contextmanager
     def showing_round(self, round_index: int, is_warmup: bool, num_requests: int) -> Iterator[None]:
         """Show a round's progress, as far as `on_step` tells of it."""

@@ -60,12 +60,23 @@ def resolve_attention(
     """
     if driver == "sync" and name in ("auto", ENGINE_ATTENTION):
         return AttentionChoice(ENGINE_ATTENTION)
+    if driver == "vllm":
+        return _choose_for_vllm(name)
     if name == ENGINE_ATTENTION:
         raise ConfigError(
             f"model.attn_implementation={name} is the synchronous driver's own and does not work with "
             f"driver={driver}: use driver=sync, or model.attn_implementation=auto."
         )
     return resolve_loaded_attention(name, architecture, device, dtype)
+
+
+def _choose_for_vllm(name: str) -> AttentionChoice:
+    if name != "auto":
+        raise ConfigError(
+            f"model.attn_implementation={name} does not work with driver=vllm, which chooses its attention itself: use "
+            "auto."
+        )
+    return AttentionChoice("vllm")
 
 
 def resolve_loaded_attention(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -27,6 +30,7 @@ from cbexp.model.random_model import build_random_model
 
 __all__ = [
     "LoadedModel",
+    "describe_model",
     "load_architecture",
     "load_model",
     "load_tokenizer",
@@ -126,6 +130,45 @@ def load_model(config: ModelConfig, adapter: AdapterConfig, seed: int) -> Loaded
         adapter_dtype=attached.dtype,
         load_s=time.perf_counter() - start_s,
     )
+
+
+def describe_model(config: ModelConfig) -> LoadedModel:
+    """Return the model without its weights, on the meta device: all but them is as `load_model` says it.
+
+    Raises:
+        ModelError: the model cannot be read or reached, or is not supported.
+    """
+    start_s = time.perf_counter()
+    dtype = resolve_dtype(config.dtype, resolve_device(config.device))
+    architecture = load_architecture(config)
+    auto_class: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        model: PreTrainedModel = auto_class.from_config(
+            copy.deepcopy(architecture), dtype=dtype, trust_remote_code=config.trust_remote_code
+        )
+    if config.init == "pretrained":
+        _read_generation_config(config, model)
+    size = sum_weights(model)
+    return LoadedModel(
+        model=model,
+        device=model.device,
+        dtype=dtype,
+        attention=AttentionChoice(str(model.config._attn_implementation)),
+        num_parameters=size.num_parameters,
+        weight_bytes=size.num_bytes,
+        generation_eos_ids=_read_eos_ids(model),
+        lora_adapter=None,
+        adapter_dtype=None,
+        load_s=time.perf_counter() - start_s,
+    )
+
+
+def _read_generation_config(config: ModelConfig, model: PreTrainedModel) -> None:
+    """A checkpoint's own, where it has one."""
+    source = model_source(config)
+    revision = {} if source.revision is None else {"revision": source.revision}
+    with suppress(OSError):  # as transformers does when it loads the weights
+        model.generation_config = GenerationConfig.from_pretrained(source.name, **revision)
 
 
 def _load_pretrained(

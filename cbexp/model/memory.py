@@ -117,6 +117,13 @@ def free_memory_bytes(device: torch.device) -> int:
     return free_bytes + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
+def total_memory_bytes(device: torch.device) -> int:
+    """Return the bytes that `device` has; unlike asking what is free, this takes none of a GPU's."""
+    if device.type == "cpu":
+        return int(psutil.virtual_memory().total)
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
 @dataclass(frozen=True)
 class CacheCost:
     """Bytes of a paged cache and of what a step needs beside it: `fixed_bytes` + tokens x `bytes_per_token`."""

@@ -22,7 +22,9 @@ PYTORCHS_OWN = "torchinductor_"
 
 
 def uses_compile_cache(mode: str, driver: str, device: torch.device) -> bool:
-    """Whether a job compiles anything: its forward, or the synchronous driver's own kernels on a GPU."""
+    """Whether this process compiles anything: a job's forward, or the synchronous driver's own kernels on a GPU."""
+    if driver == "vllm":
+        return False
     return mode not in MODES_WITHOUT_COMPILER or (driver == "sync" and device.type == "cuda")
 
 

@@ -14,6 +14,8 @@ from cbexp.model.attention_choice import AttentionChoice
 from cbexp.peers.generate import SUPPORTED_COMPILE_MODES as GENERATE_COMPILE_MODES
 from cbexp.peers.manager import SUPPORTED_COMPILE_MODES as MANAGER_COMPILE_MODES
 from cbexp.peers.manager import resolve_compile_mode
+from cbexp.peers.vllm_driver import AUTO_COMPILE_MODES as VLLM_AUTO_COMPILE_MODES
+from cbexp.peers.vllm_driver import SUPPORTED_COMPILE_MODES as VLLM_COMPILE_MODES
 
 # What `auto` is for the synchronous driver on a GPU: the fastest mode measured, README "Measured".
 BEST_MODE_ON_CUDA = "cuda_graph"
@@ -29,7 +31,11 @@ ENGINE_MODES: dict[str, tuple[CompileMode | None, bool]] = {
     "cuda_graph": (None, True),
     "compiled_cuda_graph": ("default", True),
 }
-COMPILE_MODES_BY_PEER = {"manager": MANAGER_COMPILE_MODES, "generate": GENERATE_COMPILE_MODES}
+COMPILE_MODES_BY_PEER = {
+    "manager": MANAGER_COMPILE_MODES,
+    "generate": GENERATE_COMPILE_MODES,
+    "vllm": VLLM_COMPILE_MODES,
+}
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,7 @@ def choose_compile_mode(mode: str, driver: str, attention: AttentionChoice, devi
         if driver == "sync"
         else _choose_for_peer(mode, driver, attention, device)
     )
-    if device.type == "cpu" and resolved not in MODES_WITHOUT_COMPILER:
+    if device.type == "cpu" and driver != "vllm" and resolved not in MODES_WITHOUT_COMPILER:
         _require_cpp_compiler(resolved)
     return resolved
 
@@ -118,6 +124,8 @@ def _choose_for_peer(mode: str, driver: str, attention: AttentionChoice, device:
         raise ConfigError(
             f"compile.mode={mode} does not work with driver={driver}: use {' or '.join(allowed)}, or driver=sync."
         )
+    if driver == "vllm":
+        return VLLM_AUTO_COMPILE_MODES[device.type] if mode == "auto" else mode
     return resolve_compile_mode(mode, attention.implementation, device) if driver == "manager" else "eager"
 
 

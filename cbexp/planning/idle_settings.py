@@ -14,6 +14,8 @@ _SETTINGS_OF_THE_PAGED_CACHE = {
     "scheduler",
     "max_memory_fraction",
 }
+# Of these vLLM decides itself.
+_CACHE_SETTINGS_WITHOUT_VLLM = {"max_batch_tokens", "scheduler"}
 _MODES_WITHOUT_COMPILER = ("eager", "cuda_graph")
 _BATCH_SETTINGS = {"batch_shape", "buckets", "max_burst", "self_check"}
 _ENGINE_SETTINGS = {"region", "fusion"} | _BATCH_SETTINGS
@@ -33,6 +35,7 @@ def idle_settings(config: ExperimentConfig, has_kernels: bool = False) -> list[s
         *_find_in_cache(config),
         *_find_in_compiler(config, has_kernels),
         *_find_in_decode(config),
+        *_find_in_driver(config),
         *_find_in_tracking(config),
         *_find_in_root(config),
     ]
@@ -77,13 +80,19 @@ def _find_in_cache(config: ExperimentConfig) -> Iterator[str]:
         yield from _describe("cache", cache, _SETTINGS_OF_THE_PAGED_CACHE, reason)
         if cache.block_sharing == "on":
             yield from _describe("cache", cache, {"block_sharing"}, reason)
-    elif cache.num_tokens is not None:
+    elif config.driver.name == "vllm":
+        yield from _describe(
+            "cache", cache, _CACHE_SETTINGS_WITHOUT_VLLM, "driver=vllm, which decides itself"
+        )
+    if config.has_paged_cache and cache.num_tokens is not None:
         yield from _describe("cache", cache, {"max_memory_fraction"}, f"cache.num_tokens={cache.num_tokens}")
 
 
 def _find_in_compiler(config: ExperimentConfig, has_kernels: bool) -> Iterator[str]:
     settings = config.compile
-    if settings.mode in _MODES_WITHOUT_COMPILER:
+    if config.driver.name == "vllm":
+        yield from _describe("compile", settings, {"recompile_limit"}, "driver=vllm, which compiles itself")
+    elif settings.mode in _MODES_WITHOUT_COMPILER:
         idle = {"recompile_limit"} if has_kernels else {"recompile_limit", "cache_dir"}
         reason = f"compile.mode={settings.mode}, which compiles nothing"
         yield from _describe("compile", settings, idle, reason)
@@ -106,10 +115,22 @@ def _find_in_decode(config: ExperimentConfig) -> Iterator[str]:
         yield from _describe("compile", settings, {"buckets"}, "compile.batch_shape=natural")
 
 
+def _find_in_driver(config: ExperimentConfig) -> Iterator[str]:
+    driver = config.driver
+    if driver.name != "vllm":
+        changed = set(list_changed_fields(driver)) - {"name"}
+        yield from _describe(
+            "driver", driver, changed, f"driver={driver.name}: it is a setting of driver=vllm"
+        )
+
+
 def _find_in_tracking(config: ExperimentConfig) -> Iterator[str]:
     tracking = config.tracking
     if tracking.mode == "disabled":
-        changed = set(list_changed_fields(tracking)) - {"mode", "max_memory_gib"}  # a job returns its objective too
+        changed = set(list_changed_fields(tracking)) - {
+            "mode",
+            "max_memory_gib",
+        }  # a job returns its objective too
         yield from _describe("tracking", tracking, changed, "tracking.mode=disabled")
     elif not tracking.log_completions:
         yield from _describe(

@@ -24,6 +24,7 @@ from cbexp.model.memory import (
     free_memory_bytes,
     kv_bytes_per_token,
     measure_weights,
+    total_memory_bytes,
 )
 from cbexp.planning.compile_cache import uses_compile_cache
 from cbexp.planning.compile_choice import DecodePlan, choose_compile_mode, plan_decode
@@ -31,6 +32,7 @@ from cbexp.planning.plan_warnings import find_idle_buckets, find_idle_settings, 
 
 PAGE_SIZE = 256
 PAGE_SIZE_WITH_SHARING = 32
+PAGED_CACHE_KEYS = ("cache_tokens", "page_size", "block_sharing", "scheduler", "max_batch_tokens")
 # Beyond it, a step's logits and the scheduler's host work outweigh what a larger batch gains; upstream's own bound.
 MAX_REQUESTS_PER_BATCH = 1024
 
@@ -104,9 +106,10 @@ class RunPlan:
         }
         if self.decode is not None:
             plan |= self.decode.to_dict()
-        if self.has_paged_cache:
-            paged = ("cache_tokens", "page_size", "block_sharing", "scheduler", "max_batch_tokens")
-            plan |= {key: getattr(self, key) for key in paged}
+        if self.has_paged_cache and self.driver != "vllm":
+            plan |= {key: getattr(self, key) for key in PAGED_CACHE_KEYS}
+        elif self.driver == "vllm":  # of its pages and steps it decides itself
+            plan |= {key: getattr(self, key) for key in ("cache_tokens", "block_sharing")}
         return plan | {"warnings": list(self.warnings)}
 
 
@@ -123,7 +126,7 @@ def build_plan(config: ExperimentConfig) -> RunPlan:
     check_fits(
         plan.weights.num_bytes,
         plan.kv_bytes_per_token * (plan.cache_tokens or plan.page_size),
-        free_memory_bytes(plan.device),
+        _memory_bytes(plan),
         plan.device,
         what_to_lower(plan),
     )
@@ -171,12 +174,18 @@ def resolve_plan(config: ExperimentConfig) -> RunPlan:
     )
 
 
+def _memory_bytes(plan: RunPlan) -> int:
+    """What is free; for vLLM all of the device, since asking a GPU for more takes memory of it in this process."""
+    return total_memory_bytes(plan.device) if plan.driver == "vllm" else free_memory_bytes(plan.device)
+
+
 def what_to_lower(plan: RunPlan) -> str:
     """Name the settings that would make the job smaller, the most effective one first."""
     settings = ["cache.num_tokens"] if plan.cache_tokens is not None else []
     if plan.dtype is torch.float32 and plan.device.type == "cuda":
         settings.append("model.dtype (bfloat16 halves it)")
-    settings += ["sampling.max_new_tokens", "cache.max_batch_tokens"] if plan.has_paged_cache else []
+    settings += ["sampling.max_new_tokens"] if plan.has_paged_cache else []
+    settings += ["cache.max_batch_tokens"] if plan.has_paged_cache and plan.driver != "vllm" else []
     return ", ".join(settings) + (", or take a smaller model" if settings else "the size of the model")
 
 

@@ -1,0 +1,144 @@
+"""A worker process under an interpreter of its own: JSON lines over pipes, a log of all it prints, an end with ours."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from cbexp.errors import ConfigError
+
+POLL_INTERVAL_S = 1.0
+CLOSE_TIMEOUT_S = 30.0
+READ_BYTES = 2**20
+
+
+class WorkerEndedError(Exception):
+    """The worker process is gone; the message says how it ended."""
+
+
+class WorkerTimeoutError(Exception):
+    """The worker has not answered in time."""
+
+
+class WorkerProcess:
+    """Starts `command` with our process id as its last argument, as the leader of a session and process group.
+
+    It takes JSON lines on stdin and gives JSON lines on stdout; stderr goes to `log_path`, which is begun anew.
+
+    Raises:
+        ConfigError: the command's program cannot be started.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log_path: Path) -> None:
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with log_path.open("wb") as log:
+                self._process = subprocess.Popen(
+                    [*command, str(os.getpid())],
+                    env=environment,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    start_new_session=True,  # Ctrl-C is for us alone; and all that it starts can be ended together
+                )
+        except OSError as error:
+            raise ConfigError(f"driver.python={command[0]} cannot be started: {error.strerror}.") from error
+        assert self._process.stdin is not None  # for the type checker: both are pipes
+        assert self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        self._buffer = bytearray()
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Write one message.
+
+        Raises:
+            WorkerEndedError: nobody reads it.
+        """
+        try:
+            self._stdin.write(json.dumps(message).encode() + b"\n")
+            self._stdin.flush()
+        except OSError as error:
+            raise self._ended() from error
+
+    def receive(
+        self, timeout_s: float | None = None, on_wait: Callable[[], None] = lambda: None
+    ) -> dict[str, Any]:
+        """Wait for the next message; `on_wait` is called about once a second until it is there.
+
+        Raises:
+            WorkerEndedError: the process ended, or what it wrote is no message.
+            WorkerTimeoutError: there was none within `timeout_s` (None: no limit).
+        """
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while (line := self._take_line()) is None:
+            if deadline_s is not None and time.monotonic() >= deadline_s:
+                raise WorkerTimeoutError
+            if select.select([self._stdout], [], [], POLL_INTERVAL_S)[0]:
+                self._read()
+            else:
+                on_wait()
+        return _parse(line)
+
+    def stop(self) -> None:
+        """End the process and all that it started, kindly first; safe to call twice."""
+        try:
+            self._stdin.write(b'{"command": "close"}\n')
+            self._stdin.flush()
+            self._process.wait(CLOSE_TIMEOUT_S)
+        except (OSError, ValueError, subprocess.TimeoutExpired):
+            pass  # gone already, closed before, or stuck: what follows ends it
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """End the process and all that it started at once; safe to call twice."""
+        with suppress(ProcessLookupError):
+            # The group outlives its leader: vLLM's engine may be what is left of it.
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        for pipe in (self._stdin, self._stdout):
+            with suppress(OSError):  # the rest of a message that nobody reads
+                pipe.close()
+
+    def _read(self) -> None:
+        chunk = os.read(self._stdout.fileno(), READ_BYTES)
+        if not chunk:
+            raise self._ended()
+        self._buffer += chunk
+
+    def _take_line(self) -> bytes | None:
+        end = self._buffer.find(b"\n")
+        if end < 0:
+            return None
+        line = bytes(self._buffer[:end])
+        del self._buffer[: end + 1]
+        return line
+
+    def _ended(self) -> WorkerEndedError:
+        try:
+            code = self._process.wait(CLOSE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return WorkerEndedError("it closed its pipe and still runs")
+        if code >= 0:
+            return WorkerEndedError(f"exit code {code}")
+        name = signal.Signals(-code).name
+        hint = ", perhaps by the kernel for want of memory" if name == "SIGKILL" else ""
+        return WorkerEndedError(f"killed by {name}{hint}")
+
+
+def _parse(line: bytes) -> dict[str, Any]:
+    try:
+        message = json.loads(line)
+    except ValueError as error:
+        raise WorkerEndedError(f"it wrote what is no message: {line[:200]!r}") from error
+    if not isinstance(message, dict) or "event" not in message:
+        raise WorkerEndedError(f"it wrote what is no message: {line[:200]!r}")
+    return message

@@ -1,0 +1,127 @@
+"""A stand-in for vLLM 0.26: the surface that the worker uses, with its own checks, and ways to misbehave.
+
+A completion token is (the prompt's sum + its place in the completion) % 97: `complete` in the tests says the same.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+from vllm.misbehaviour import asked, note
+
+print("vLLM prints on stdout when it is imported")
+
+ENGINE_ARGUMENTS = {
+    "model": str,
+    "load_format": str,
+    "skip_tokenizer_init": bool,
+    "generation_config": str,
+    "dtype": str,
+    "seed": int,
+    "max_model_len": int,
+    "max_num_seqs": int,
+    "enable_prefix_caching": bool,
+    "disable_log_stats": bool,
+    "gpu_memory_utilization": float,
+    "kv_cache_memory_bytes": int,
+    "num_gpu_blocks_override": int,
+    "block_size": int,
+    "enforce_eager": bool,
+    "compilation_config": dict,
+    "trust_remote_code": bool,
+}
+
+
+class SamplingParams:
+    def __init__(self, *, temperature, max_tokens, ignore_eos, stop_token_ids, detokenize):
+        if temperature != 0.0 or ignore_eos is not True or detokenize is not False:
+            raise ValueError(f"not as asked: {temperature}, {ignore_eos}, {detokenize}")
+        if type(max_tokens) is not int or max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {max_tokens}.")
+        self.max_tokens, self.stop_token_ids = max_tokens, stop_token_ids
+
+
+class LLM:
+    def __init__(self, model, **arguments):
+        for name, value in {"model": model, **arguments}.items():
+            if not isinstance(value, ENGINE_ARGUMENTS[name]):
+                raise TypeError(f"{name}={value!r}")
+        self.architecture = json.loads(Path(model, "config.json").read_text())
+        self.arguments = arguments
+        self.forgotten = True
+        start_misbehaviour(arguments)
+        os.write(1, b'{"event": "a line on the descriptor of stdout"}\n')
+        note("start", {"model": model, **arguments})
+        self.engine_core = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        note("engine_core", self.engine_core.pid)
+        cache = SimpleNamespace(block_size=16, num_gpu_blocks=1000, enable_prefix_caching=True)
+        self.llm_engine = SimpleNamespace(vllm_config=SimpleNamespace(cache_config=cache))
+
+    def reset_prefix_cache(self):
+        note("reset", None)
+        self.forgotten = True
+        return not asked("busy_cache")
+
+    def generate(self, prompts, sampling_params, *, use_tqdm):
+        assert use_tqdm is False
+        assert len(prompts) == len(sampling_params)
+        assert self.forgotten or not self.arguments["enable_prefix_caching"], "prompts of an earlier round"
+        self.forgotten = False
+        note("round", [len(prompts), [params.max_tokens for params in sampling_params]])
+        print("vLLM prints on stdout in a round")
+        round_misbehaviour()
+        outputs = [
+            self.answer(p["prompt_token_ids"], s) for p, s in zip(prompts, sampling_params, strict=True)
+        ]
+        return outputs[::-1] if asked("wrong_order") else outputs[:-1] if asked("lose_one") else outputs
+
+    def answer(self, prompt_ids, params):
+        if len(prompt_ids) + params.max_tokens > self.arguments["max_model_len"]:
+            raise ValueError("longer than the maximum model length")
+        ids, reason = [], "length"
+        for place in range(params.max_tokens - asked("short") + asked("long")):
+            ids.append((sum(prompt_ids) + place) % 97)
+            if ids[-1] in params.stop_token_ids:
+                reason = "stop"
+                break
+        metrics = None if self.arguments["disable_log_stats"] else build_metrics()
+        completion = SimpleNamespace(token_ids=ids, finish_reason=reason)
+        return SimpleNamespace(prompt_token_ids=prompt_ids, outputs=[completion], metrics=metrics)
+
+
+def build_metrics():
+    now_s = time.monotonic()
+    return SimpleNamespace(scheduled_ts=now_s - 2e-6, first_token_ts=now_s - 1e-6, last_token_ts=now_s)
+
+
+def start_misbehaviour(arguments):
+    if asked("crash_at_start"):
+        raise RuntimeError("something is amiss with the model")
+    if asked("no_memory"):
+        print(
+            "(EngineCore pid=12) ERROR 07-31 12:00:00 [core.py:1] ValueError: Free memory on device is less",
+            flush=True,
+        )
+        raise RuntimeError("Engine core initialization failed. See root cause above. Failed core proc(s): {}")
+    if asked("hang_at_start"):
+        print("Capturing CUDA graphs:  50%|     |\rCapturing CUDA graphs:  60%|    |", flush=True)
+        time.sleep(600)
+    if asked("exit_at_start"):
+        os._exit(3)
+
+
+def round_misbehaviour():
+    if asked("die_in_round"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if asked("raise_in_round"):
+        raise RuntimeError("EngineCore encountered an issue. See stack trace (above) for the root cause.")
+    if asked("hang_in_round"):
+        time.sleep(600)
+
+
+note("environment", dict(os.environ) | {"sys.path": sys.path})
