@@ -131,7 +131,12 @@ def test_default_experiment_is_whole_and_has_nothing_idle():
         ),
         (lambda: SamplingConfig(median_new_tokens=9, max_new_tokens=8), ["max_new_tokens=8", "at least 9"]),
         (lambda: SamplingConfig(sigma_new_tokens=-0.1), ["sampling.sigma_new_tokens=-0.1"]),
-        (lambda: DriverConfig(name="vllm"), ["driver.name=vllm", "sync, manager, generate"]),
+        (lambda: DriverConfig(name="sglang"), ["driver.name=sglang", "sync, manager, generate, vllm"]),
+        (lambda: DriverConfig(name="vllm", start_timeout_s=0), ["driver.start_timeout_s=0", "more than 0"]),
+        (
+            lambda: ExperimentConfig(driver=DriverConfig(name="vllm"), adapter=AdapterConfig(kind="lora")),
+            ["adapter=lora", "driver=vllm"],
+        ),
         (lambda: TrackingConfig(project=""), ["tracking.project is not set"]),
         (
             lambda: ArtifactsConfig(completions="some"),
