@@ -235,6 +235,27 @@ def _project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     from cbexp.engine.kernels.attention_tiles import device_limits
 
     if x.shape[0] > MAX_SKINNY_ROWS:
-        return torch.nn.functional.linear(x, weight, bias)[None]
+        return _project_many(x, weight, bias)
     tile = tiles.choose_split_tile(x.shape[0], weight.shape, x.itemsize, device_limits(x.device))
     return decode_linear.split_linear(x, weight, bias, tile)
+
+
+def _project_many(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`_project` by the vendor's library, in two parts where one product of all columns leaves the device half idle.
+
+    The library splits such products too, but sums the parts in a kernel of its own, where the next one does it anyway.
+    """
+    from cbexp.engine.kernels import tiles
+    from cbexp.engine.kernels.attention_tiles import device_limits
+
+    num_rows, num_columns = x.shape[0], weight.shape[0]
+    is_half = x.itemsize == 2
+    if (
+        bias is None
+        and is_half
+        and tiles.splits_large_product(num_rows, weight.shape, device_limits(x.device))
+    ):
+        halves = x.view(num_rows, 2, -1).transpose(0, 1)
+        weight_halves = weight.view(num_columns, 2, -1).permute(1, 2, 0)
+        return torch.bmm(halves, weight_halves, out_dtype=torch.float32)
+    return torch.nn.functional.linear(x, weight, bias)[None]

@@ -138,7 +138,7 @@ class CBSyncConfig:
     self_check: bool = True
     page_size: int = 256
     num_blocks: int | None = None
-    max_batch_tokens: int = 8192
+    max_batch_tokens: int = 16_384
     max_requests_per_batch: int | None = None
     allow_block_sharing: bool = False
     scheduler: Literal["fifo", "prefill_first"] = "fifo"

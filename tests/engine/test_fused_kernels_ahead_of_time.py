@@ -286,6 +286,23 @@ def test_the_measured_tiles_are_those_of_an_h200(num_rows):
     assert cut(tiles.choose_head_tile(num_rows, 2, H200)) == (64, 128, 4, 4)
 
 
+@pytest.mark.parametrize(
+    ("num_rows", "weight_shape", "is_split"),
+    [
+        (256, (2560, 9728), True),  # 28.5 us with the norm that follows, against 29.6
+        (256, (2560, 4096), False),  # 16.6 against 14.9
+        (128, (2560, 9728), True),  # 19.8 against 22.2
+        (128, (2560, 4096), True),  # 11.3 against 12.6
+        (256, (6144, 2560), False),
+        (256, (19456, 2560), False),
+        (8192, (2560, 9728), False),
+    ],
+)
+def test_large_products_that_are_split(num_rows, weight_shape, is_split):
+    """As measured on an H200."""
+    assert tiles.splits_large_product(num_rows, torch.Size(weight_shape), H200) == is_split
+
+
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("num_rows", [1, 17, 64])
 def test_small_cards_get_smaller_tiles(num_rows, itemsize):
@@ -305,13 +322,15 @@ def test_small_cards_get_smaller_tiles(num_rows, itemsize):
 @pytest.mark.parametrize(
     ("num_programs", "head_dim", "itemsize", "shared_kib", "expected"),
     [
-        (256, 128, 2, 227, AttentionTile(32, 2, 4)),
+        (128, 128, 2, 227, AttentionTile(64, 4, 3)),
+        (256, 128, 2, 227, AttentionTile(64, 4, 3)),
+        (512, 128, 2, 227, AttentionTile(32, 2, 4)),
         (1024, 128, 2, 227, AttentionTile(32, 2, 4)),
         (2048, 128, 2, 227, AttentionTile(16, 1, 6)),
-        (256, 128, 2, 99, AttentionTile(32, 2, 4)),
+        (128, 128, 2, 99, AttentionTile(64, 4, 3)),
         (512, 128, 2, 99, AttentionTile(32, 2, 2)),
         (2048, 128, 2, 99, AttentionTile(16, 1, 3)),
-        (256, 256, 4, 99, AttentionTile(32, 2, 2)),
+        (256, 256, 4, 99, AttentionTile(16, 1, 2)),
         (2048, 256, 4, 99, AttentionTile(16, 1, 2)),
     ],
 )

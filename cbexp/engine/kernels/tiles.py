@@ -8,7 +8,6 @@ import torch
 
 from cbexp.engine.kernels.attention_tiles import (
     MIN_GROUP_ROWS,
-    RESIDENT_PROGRAMS,
     AttentionTile,
     DeviceLimits,
     choose_attention_tile,
@@ -21,11 +20,15 @@ MAX_SPLITS = 8
 # Share of the shared memory that the pipeline's buffers may take; the rest is the compiler's.
 LINEAR_SHARE = 0.9
 MIN_BLOCK_K = 32
-# Programs of the fused attention per multiprocessor from which they are made small, and how many must fit then.
+# Of large products: rows and columns of a tile, and columns of the weight per row from which halves pay.
+LARGE_TILE = 128
+MIN_INNER_PER_ROW = 24
+# Programs of the fused attention per multiprocessor from which they are made small, and how many should fit at most.
 MANY_PROGRAMS_EACH = 12
-NARROW_RESIDENT_PROGRAMS = 4
+ROTATED_RESIDENT_PROGRAMS = 4
 NARROW_TILES = tuple(AttentionTile(16, 1, stages) for stages in (6, 4, 3, 2))
 WIDE_TILES = (
+    AttentionTile(64, 4, 3),
     AttentionTile(32, 2, 4),
     AttentionTile(32, 2, 3),
     AttentionTile(32, 2, 2),
@@ -47,6 +50,16 @@ def choose_split_tile(
     num_stages = 4 if splits >= 4 else 3
     tile = LinearTile(block_n, block_k, min(splits, max(1, num_inner // block_k)), num_stages=num_stages)
     return _fit(tile, block_n, num_rows, itemsize, limits)
+
+
+def splits_large_product(num_rows: int, weight_shape: torch.Size, limits: DeviceLimits) -> bool:
+    """Whether a product of many rows with a weight [out_features, in_features] is faster as a sum of two halves.
+
+    It is when even twice its tiles fit the device at once, and its inner dimension is long against the parts to sum.
+    """
+    num_columns, num_inner = weight_shape
+    num_tiles = -(-num_columns // LARGE_TILE) * -(-num_rows // LARGE_TILE)
+    return 2 * num_tiles <= limits.num_multiprocessors and num_inner >= MIN_INNER_PER_ROW * num_rows
 
 
 def choose_gated_tile(num_rows: int, itemsize: int, limits: DeviceLimits) -> LinearTile:
@@ -81,9 +94,7 @@ def choose_rotated_attention_tile(
     num_programs: int, head_dim: int, itemsize: int, limits: DeviceLimits
 ) -> AttentionTile:
     """For the fused attention: many programs that hide each other's beginnings, or few that load far ahead."""
-    num_each = num_programs // limits.num_multiprocessors
-    if num_each >= MANY_PROGRAMS_EACH:
-        tiles, num_resident = NARROW_TILES, NARROW_RESIDENT_PROGRAMS
-    else:
-        tiles, num_resident = WIDE_TILES, min(RESIDENT_PROGRAMS, max(1, num_each))
+    num_each = -(-num_programs // limits.num_multiprocessors)
+    tiles = NARROW_TILES if num_each >= MANY_PROGRAMS_EACH else WIDE_TILES
+    num_resident = min(ROTATED_RESIDENT_PROGRAMS, num_each)
     return choose_attention_tile(MIN_GROUP_ROWS, head_dim, itemsize, limits, num_resident, tiles)
