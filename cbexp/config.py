@@ -289,7 +289,7 @@ class CacheConfig:
     name: str = "auto"
     num_tokens: int | None = None
     page_size: int | None = None
-    max_batch_tokens: int = 8192
+    max_batch_tokens: int = 16_384
     max_requests_per_batch: int | None = None
     block_sharing: str = "auto"
     scheduler: str = "fifo"
