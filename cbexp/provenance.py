@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 from importlib import metadata
 from pathlib import Path
@@ -26,6 +27,16 @@ def describe_source(root: Path) -> dict[str, Any]:
     commit = output_of("git", "-C", str(root), "rev-parse", "HEAD")
     changes = output_of("git", "-C", str(root), "status", "--porcelain")
     return {"commit": commit, "is_dirty": None if changes is None else bool(changes)}
+
+
+def hash_changes(root: Path) -> str | None:
+    """Hash of what differs from the commit in code and choices; empty when nothing does, None without a checkout."""
+    if not (root / ".git").exists():
+        return None
+    changes = output_of("git", "-C", str(root), "diff", "HEAD", "--", "cbexp", "conf")
+    if changes is None:
+        return None
+    return hashlib.sha256(changes.encode()).hexdigest()[:16] if changes else ""
 
 
 def output_of(*command: str) -> str | None:

@@ -3,33 +3,32 @@
 from __future__ import annotations
 
 import importlib.metadata
-import signal
 import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
 import hydra
 from omegaconf import DictConfig
 
 from cbexp.cli.composer import HYDRA_VERSION_BASE, parse_arguments, register_job_folder
-from cbexp.cli.job_runner import JobRunner, report_error, say, silence_stdout
-from cbexp.cli.preflight import PRIMARY_CONFIG, CheckedCommand, check_command
-from cbexp.cli.sweep import (
+from cbexp.cli.exit_codes import (
     EXIT_BAD_CONFIG,
     EXIT_BROKEN_PIPE,
     EXIT_INTERRUPTED,
     EXIT_JOB_FAILED,
     EXIT_OK,
     choose_exit_code,
-    format_sweep_table,
 )
+from cbexp.cli.job_runner import JobRunner
+from cbexp.cli.preflight import PRIMARY_CONFIG, CheckedCommand, check_command
+from cbexp.cli.terminal import report_error, say, silence_stdout
 from cbexp.config import register_schema
 from cbexp.engine import UnsupportedTransformersError, check_transformers_version
 from cbexp.errors import CbexpError, ConfigError, ResultsError
+from cbexp.sweep.stop_signals import interrupting_by_stop_signals
 
 FIRST_RECORDS_BYTES = 2**16  # what Hydra's records and the run's first ones take, generously
 
@@ -78,31 +77,28 @@ def conf_dir() -> Path:
     return installed if installed.is_dir() else package.parent / "conf"
 
 
-def _interrupt_on_sigterm(_signal: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt("stopped by SIGTERM")
-
-
 def _run_command(args: Namespace) -> int:
     try:
         command = check_command(args, conf_dir())
         _check_transformers()
-        _make_output_root(command)
+        _make_output_root(command.output_dir)
+        if command.is_multirun and not command.jobs[0].config.dry_run:
+            from cbexp.cli.sweep_command import run_sweep  # late: a single run and --help need none of it
+
+            return run_sweep(command, args, sys.argv[1:], conf_dir())
     except CbexpError as error:
         report_error(error)
         return EXIT_BAD_CONFIG if isinstance(error, ConfigError) else EXIT_JOB_FAILED
-    runner = JobRunner(command)
-    is_interrupted = False
-    # What batch systems send before they kill: end as after Ctrl-C, with everything written.
-    previous = signal.signal(signal.SIGTERM, _interrupt_on_sigterm)
+    return _run_jobs(JobRunner(command))
+
+
+def _run_jobs(runner: JobRunner) -> int:
     try:
-        _hand_to_hydra(runner)
+        with interrupting_by_stop_signals():
+            _hand_to_hydra(runner)
     except KeyboardInterrupt:
-        is_interrupted = True
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-    if command.is_multirun:
-        say("\n" + format_sweep_table(runner.results, len(command.jobs)))
-    return EXIT_INTERRUPTED if is_interrupted else choose_exit_code(runner.results, command.is_multirun)
+        return EXIT_INTERRUPTED
+    return max(map(choose_exit_code, runner.statuses), default=EXIT_OK)
 
 
 def _check_transformers() -> None:
@@ -116,8 +112,8 @@ def _check_transformers() -> None:
 
 
 def _hand_to_hydra(runner: JobRunner) -> None:
-    def run_job(settings: DictConfig) -> None:
-        runner.run(settings)
+    def run_job(settings: DictConfig) -> float | None:
+        return runner.run(settings)
 
     decorate = hydra.main(
         version_base=HYDRA_VERSION_BASE, config_path=str(conf_dir()), config_name=PRIMARY_CONFIG
@@ -127,7 +123,7 @@ def _hand_to_hydra(runner: JobRunner) -> None:
 
 def _show_information() -> int:
     """Let Hydra answer --help, --cfg and the like; it never runs a job then."""
-    _hand_to_hydra(JobRunner(CheckedCommand(jobs=[], is_multirun=False)))
+    _hand_to_hydra(JobRunner(CheckedCommand([], Path(), "", is_multirun=False, is_local=True)))
     return 0
 
 
@@ -135,9 +131,8 @@ def _asks_for_information(args: Namespace) -> bool:
     return bool(args.help or args.hydra_help or args.cfg or args.info or args.shell_completion)
 
 
-def _make_output_root(command: CheckedCommand) -> None:
+def _make_output_root(output_dir: Path) -> None:
     """Make the folder that will hold the run's and write there, so that one that cannot be written is a message."""
-    output_dir = command.jobs[0].output_dir
     root = output_dir.parent
     try:
         root.mkdir(parents=True, exist_ok=True)

@@ -8,6 +8,7 @@ import re
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -18,6 +19,7 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper, BasicSweepe
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path, get_args_parser
 from hydra.conf import HydraConf
+from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -30,6 +32,7 @@ from cbexp.errors import ConfigError
 
 HYDRA_VERSION_BASE = "1.3"
 MAX_JOB_FOLDER_LENGTH = 80
+SUBMITIT = "hydra_plugins.hydra_submitit_launcher."
 
 
 class Composer:
@@ -46,6 +49,12 @@ class Composer:
         return {
             group: loader.get_group_options(group) for group in loader.list_groups("") if group != "hydra"
         }
+
+    @property
+    def config_loader(self) -> ConfigLoader:
+        """Hydra's own, for its launchers."""
+        loader: ConfigLoader = self._hydra.config_loader
+        return loader
 
     def compose_common(self, overrides: list[str]) -> DictConfig:
         """Return what all jobs of a command line share: swept settings are left at their default."""
@@ -100,18 +109,25 @@ def expand_sweep(common: DictConfig) -> list[list[str]]:
     """Return the overrides of each job of a multirun, in the order in which Hydra's own sweeper runs them.
 
     Raises:
-        ConfigError: another sweeper or launcher than Hydra's basic ones is chosen.
+        ConfigError: another sweeper than Hydra's basic one is chosen, or a launcher that reuses processes.
     """
     node = common.hydra
-    for key, only in (("sweeper", BasicSweeperConf), ("launcher", BasicLauncherConf)):
-        if node[key]["_target_"] != only._target_:
-            raise ConfigError(
-                f"hydra/{key}: only basic is supported: jobs run one after another in this process."
-            )
+    if node.sweeper["_target_"] != BasicSweeperConf._target_:
+        raise ConfigError(
+            "hydra/sweeper: only basic is supported, so that every cell is known before the first one runs. For a "
+            "search use scripts/wandb_sweep.yaml."
+        )
+    if not (has_basic_launcher(common) or node.launcher["_target_"].startswith(SUBMITIT)):
+        raise ConfigError("hydra/launcher: only basic, submitit_local and submitit_slurm are supported.")
     params: dict[str, str] = node.sweeper.params or {}
     assigned = [f"{key}={values}" for key, values in params.items()] + list_overrides(node, "task")
     (cells,) = BasicSweeper.split_arguments(parse_overrides(assigned), max_batch_size=None)
     return [[*list_overrides(node, "hydra"), *cell] for cell in cells]
+
+
+def has_basic_launcher(common: DictConfig) -> bool:
+    """Whether jobs run on this machine, and not where a cluster puts them."""
+    return bool(common.hydra.launcher["_target_"] == BasicLauncherConf._target_)
 
 
 def list_overrides(hydra_node: HydraConf | DictConfig, kind: Literal["task", "hydra"]) -> list[str]:
@@ -122,25 +138,50 @@ def list_overrides(hydra_node: HydraConf | DictConfig, kind: Literal["task", "hy
     ]
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a job's records go: `folder` of the run, or `subdir` in the folder of the sweep."""
+
+    folder: Path
+    subdir: str | None
+
+
+def find_sweep_dir(common: DictConfig) -> Path:
+    """Return the folder of a multirun, but for the time in its name, which is of this moment."""
+    with _hydra_config(common):
+        return Path(common.hydra.sweep.dir)
+
+
 @contextmanager
-def placed_job(composed: DictConfig, job_index: int | None) -> Iterator[Path]:
-    """Make `${hydra:...}` resolve in `composed` as it will in the job; yield the folder of the run or sweep.
+def placed_job(composed: DictConfig, job_index: int | None) -> Iterator[Place]:
+    """Make `${hydra:...}` resolve in `composed` as it will in the job; yield its place.
 
     `job_index` is None for a single run. The dated part of a path is of this moment, not of the run.
     """
     with open_dict(composed.hydra), read_write(composed.hydra):
         if job_index is not None:
             composed.hydra.job.num = composed.hydra.job.id = job_index
-        HydraConfig.instance().set_config(composed)
-        try:
-            dated_dir = Path(composed.hydra.run.dir if job_index is None else composed.hydra.sweep.dir)
-            job_dir = dated_dir if job_index is None else dated_dir / composed.hydra.sweep.subdir
-            OmegaConf.set_readonly(composed.hydra, False)
-            composed.hydra.runtime.output_dir = str(job_dir.absolute())
+        with _hydra_config(composed):
+            node = composed.hydra
+            place = (
+                Place(Path(node.run.dir), None)
+                if job_index is None
+                else Place(Path(node.sweep.dir), str(node.sweep.subdir))
+            )
+            OmegaConf.set_readonly(node, False)
+            node.runtime.output_dir = str((place.folder / (place.subdir or "")).absolute())
             HydraConfig.instance().set_config(composed)
-            yield dated_dir
-        finally:
-            HydraConfig.instance().cfg = None
+            yield place
+
+
+@contextmanager
+def _hydra_config(composed: DictConfig) -> Iterator[None]:
+    """What `${hydra:...}` reads."""
+    HydraConfig.instance().set_config(composed)
+    try:
+        yield
+    finally:
+        HydraConfig.instance().cfg = None
 
 
 def register_job_folder() -> None:
@@ -152,7 +193,9 @@ def name_job_folder(job_num: int, override_dirname: str) -> str:
     """Return `2_compile=eager_ignore_eos=true`: job number and overrides, short and safe in any file system."""
     short = [re.sub(r"^\W*(\w+[.@/])*", "", item) for item in override_dirname.split(",")]
     safe = re.sub(r"[^\w.=-]+", "-", "_".join(item for item in short if item))
-    return f"{job_num}_{safe}"[:MAX_JOB_FOLDER_LENGTH].rstrip("_-.=")
+    # Cut by bytes, which is what file systems count.
+    cut = f"{job_num}_{safe}".encode()[:MAX_JOB_FOLDER_LENGTH].decode(errors="ignore")
+    return cut.rstrip("_-.=")
 
 
 def without_hydra(composed: DictConfig) -> DictConfig:

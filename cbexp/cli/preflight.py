@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import shlex
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,38 +20,62 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from cbexp.cli.composer import (
     Composer,
+    Place,
     expand_sweep,
+    find_sweep_dir,
+    has_basic_launcher,
     open_composer,
     parse_overrides,
     placed_job,
     without_hydra,
 )
 from cbexp.cli.config_errors import explain_choice, explain_error, explain_unknown_setting
-from cbexp.config import ExperimentConfig
+from cbexp.config import SWEEP_SETTINGS, ExperimentConfig
 from cbexp.errors import CbexpError, ConfigError
+from cbexp.sweep.cells import hash_config
 
 PRIMARY_CONFIG = "config"
 
 
 @dataclass(frozen=True)
 class CheckedJob:
-    """One job of the command line. `output_dir` is the folder of the run or sweep, but for the time in its name."""
+    """One job of the command line; `subdir` is its folder in the sweep's, None for a single run.
+
+    `overrides` are what to compose it from again; `own_overrides` and `command`, which runs the job alone, are without
+    Hydra's settings and the sweep's.
+    """
 
     overrides: list[str]
     config: ExperimentConfig
-    output_dir: Path
+    index: int
+    subdir: str | None
+    own_overrides: list[str]
+    command: str
+
+    @property
+    def cell_hash(self) -> str:
+        """What identifies the job as a cell of a sweep."""
+        return hash_config(self.config)
 
 
 @dataclass(frozen=True)
 class CheckedCommand:
-    """What a command line will run, in order."""
+    """What a command line will run, in order. `output_dir` is the run's or sweep's, but for the time in its name."""
 
     jobs: list[CheckedJob]
+    output_dir: Path
+    name: str
     is_multirun: bool
+    is_local: bool
 
 
-def check_command(args: Namespace, conf_dir: Path) -> CheckedCommand:
+def check_command(args: Namespace, conf_dir: Path, indices: Sequence[int] | None = None) -> CheckedCommand:
     """Compose and validate each job that `args` (of Hydra's parser) stand for, sweeps expanded as Hydra expands them.
+
+    Args:
+        args: what Hydra's parser made of the command line.
+        conf_dir: the folder of the shipped yamls.
+        indices: the number of each job of a multirun; None: counted from 0.
 
     Raises:
         ConfigError: a setting is unknown, of the wrong type, out of range or impossible in its combination.
@@ -59,6 +86,7 @@ def check_command(args: Namespace, conf_dir: Path) -> CheckedCommand:
         raise ConfigError(
             "--experimental-rerun would write over the results of that run: give its overrides again."
         )
+    _refuse_broken_text(args.overrides)
     with open_composer(conf_dir, args.config_dir, args.config_name or PRIMARY_CONFIG) as composer:
         with _explained(args.overrides, composer):
             _check_group_overrides(args.overrides, composer)
@@ -67,12 +95,21 @@ def check_command(args: Namespace, conf_dir: Path) -> CheckedCommand:
             if not is_multirun:
                 _refuse_sweep(args.overrides, common)
             cells = expand_sweep(common) if is_multirun else [args.overrides]
-        jobs = [
-            _check_job(composer, cell, index if is_multirun else None, len(cells))
-            for index, cell in enumerate(cells)
-        ]
-    _refuse_shared_stats_path(jobs)
-    return CheckedCommand(jobs, is_multirun)
+        numbered = list(zip(indices or range(len(cells)), cells, strict=True))
+        if not is_multirun:
+            job, place = _check_job(composer, args, args.overrides, None, common)
+            return CheckedCommand([job], place.folder, job.config.name, is_multirun=False, is_local=True)
+        jobs = []
+        for position, (index, cell) in enumerate(numbered):
+            where = f"job {position} of {len(cells)} ({' '.join(_list_own_overrides(cell))}): "
+            jobs.append(_check_job(composer, args, cell, index, common, where)[0])
+        _refuse_collisions(jobs)
+        _refuse_equal_cells(jobs)
+        with _explained(args.overrides, composer):
+            sweep_dir = find_sweep_dir(common)
+    return CheckedCommand(
+        jobs, sweep_dir, str(common.name), is_multirun=True, is_local=has_basic_launcher(common)
+    )
 
 
 def convert_config(settings: DictConfig) -> ExperimentConfig:
@@ -91,14 +128,40 @@ def convert_config(settings: DictConfig) -> ExperimentConfig:
     return config
 
 
-def _check_job(composer: Composer, cell: list[str], job_index: int | None, num_jobs: int) -> CheckedJob:
-    where = "" if job_index is None else f"job {job_index} of {num_jobs} ({' '.join(cell)}): "
+def _check_job(
+    composer: Composer,
+    args: Namespace,
+    cell: list[str],
+    job_index: int | None,
+    common: DictConfig,
+    where: str = "",
+) -> tuple[CheckedJob, Place]:
     with _explained(cell, composer, where):
         composed = composer.compose_job(cell)
-        with placed_job(composed, job_index) as output_dir:
+        with placed_job(composed, job_index) as place:
             config = convert_config(without_hydra(composed))
     _refuse_idle_architecture(cell, config)
-    return CheckedJob(cell, config, output_dir)
+    own = _list_own_overrides(cell)
+    command = _format_command(args, own, needs_multirun=bool(common.hydra.sweeper.params))
+    return CheckedJob(cell, config, job_index or 0, place.subdir, own, command), place
+
+
+def _list_own_overrides(overrides: list[str]) -> list[str]:
+    """Those that say what a job does, and not how Hydra or the sweep runs it."""
+    keys = (text.lstrip("+~").partition("=")[0] for text in overrides)
+    return [
+        text
+        for text, key in zip(overrides, keys, strict=True)
+        if key not in SWEEP_SETTINGS and not re.match(r"hydra\b", key)
+    ]
+
+
+def _format_command(args: Namespace, overrides: list[str], needs_multirun: bool) -> str:
+    """The command of one job; where an experiment's yaml lists the sweep, it is a sweep of that job."""
+    flags = ["-m"] if needs_multirun else []
+    flags += [] if args.config_dir is None else ["--config-dir", args.config_dir]
+    flags += [] if args.config_name is None else ["--config-name", args.config_name]
+    return shlex.join(["python", "-m", "cbexp", *flags, *overrides])
 
 
 @contextmanager
@@ -125,6 +188,11 @@ def _refuse_sweep(overrides: list[str], common: DictConfig) -> None:
             raise ConfigError(
                 f"{override.input_line}: several values are a sweep: add -m. A list is written [a,b]."
             )
+        if override.get_key_element() in SWEEP_SETTINGS:
+            raise ConfigError(
+                f"{override.input_line}: this is a setting of a sweep, and there is none: give the sweep's whole "
+                "command, with -m, or remove it."
+            )
     if common.hydra.sweeper.params:
         raise ConfigError("hydra.sweeper.params lists a sweep, but this is no multirun: add -m.")
 
@@ -137,13 +205,50 @@ def _refuse_idle_architecture(cell: list[str], config: ExperimentConfig) -> None
         )
 
 
-def _refuse_shared_stats_path(jobs: Sequence[CheckedJob]) -> None:
-    paths = [job.config.stats_path for job in jobs if job.config.stats_path is not None]
-    if len(set(paths)) < len(paths):
+def _refuse_broken_text(overrides: list[str]) -> None:
+    for text in overrides:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"{text!r} is no valid UTF-8: no record could hold it.") from error
+
+
+def _refuse_collisions(jobs: Sequence[CheckedJob]) -> None:
+    """Refuse jobs that would write to one file or folder, or of which the sweep's own settings differ."""
+    path = _find_duplicate([job.config.stats_path for job in jobs if job.config.stats_path is not None])
+    if path is not None:
         raise ConfigError(
-            f"stats_path={paths[0]}: the jobs of this sweep would overwrite each other's file. "
+            f"stats_path={path}: the jobs of this sweep would overwrite each other's file. "
             "Use a path of each job's own, as in 'stats_path=stats_${hydra:job.num}.json'."
         )
+    subdir = _find_duplicate([str(job.subdir) for job in jobs])
+    if subdir is not None:
+        raise ConfigError(
+            f"hydra.sweep.subdir={subdir}: jobs of this sweep would share a folder. Put ${{hydra.job.num}} into it."
+        )
+    for job in jobs:
+        if Path(str(job.subdir)).is_absolute() or ".." in Path(str(job.subdir)).parts:
+            raise ConfigError(f"hydra.sweep.subdir={job.subdir} must be a folder inside hydra.sweep.dir.")
+    for key in ("isolation", "resume", "resume_force", "dry_run"):
+        if len({getattr(job.config, key) for job in jobs}) > 1:
+            raise ConfigError(
+                f"{key} is a setting of the whole sweep: it must be the same in all of its jobs."
+            )
+
+
+def _refuse_equal_cells(jobs: Sequence[CheckedJob]) -> None:
+    first: dict[str, CheckedJob] = {}
+    for job in jobs:
+        other = first.setdefault(job.cell_hash, job)
+        if other is not job:
+            raise ConfigError(
+                f"jobs {other.index} ({' '.join(other.own_overrides)}) and {job.index} ({' '.join(job.own_overrides)}) "
+                "are the same cell: they differ at most in tracking and in where results go. Repeat by seed=1,2,3."
+            )
+
+
+def _find_duplicate(names: Sequence[str]) -> str | None:
+    return next((name for name, count in Counter(names).items() if count > 1), None)
 
 
 def _list_added_keys(settings: DictConfig, prefix: str = "") -> Iterator[str]:

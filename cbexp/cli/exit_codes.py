@@ -1,0 +1,35 @@
+"""What the process's exit code says of the jobs of a command line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cbexp.sweep.ends import FAILURES, CellEnd
+
+EXIT_OK = 0
+EXIT_JOB_FAILED = 1
+EXIT_BAD_CONFIG = 2
+EXIT_NOT_APPLICABLE = 3
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141  # what a shell shows for SIGPIPE
+
+BAD_CONFIG = "bad_config"
+_OF_STATUS = {
+    "failed": EXIT_JOB_FAILED,
+    "out_of_memory": EXIT_JOB_FAILED,
+    BAD_CONFIG: EXIT_BAD_CONFIG,
+    "not_applicable": EXIT_NOT_APPLICABLE,
+    "interrupted": EXIT_INTERRUPTED,
+}
+
+
+def choose_exit_code(status: str) -> int:
+    """Return the exit code of a single run that ended with `status`."""
+    return _OF_STATUS.get(status, EXIT_OK)
+
+
+def choose_sweep_exit_code(ends: Sequence[CellEnd], is_stopped: bool) -> int:
+    """Return the exit code of a sweep; cells that cannot run on this machine do not count as failures."""
+    if is_stopped:
+        return EXIT_INTERRUPTED
+    return EXIT_JOB_FAILED if any(end.status in FAILURES for end in ends) else EXIT_OK

@@ -1,0 +1,96 @@
+"""What a sweep says while it runs: each cell's start, rounds and end; the report when it is over."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from cbexp.cli.terminal import say
+from cbexp.display.units import format_path
+from cbexp.report import Run, format_report, load_runs
+from cbexp.sweep.cells import LOG, Cell
+from cbexp.sweep.ends import CellEnd
+from cbexp.sweep.process import CellProcess
+from cbexp.sweep.resume import ATTEMPTS
+from cbexp.sweep.slots import VISIBLE
+
+
+class SweepDisplay:
+    """Lines about some cells of a sweep; `num_cells` is how many it has."""
+
+    def __init__(self, cells: Sequence[Cell], num_cells: int) -> None:
+        self._num_cells = num_cells
+        self._shared = set.intersection(*(set(cell.overrides) for cell in cells)) if len(cells) > 1 else set()
+        self._shown_bytes: dict[int, int] = {}
+
+    def on_start(self, cell: Cell, slot: Mapping[str, str]) -> None:
+        """Say which cell starts, by what tells it from the others, and on which GPU where there are several."""
+        where = f" on GPU {slot[VISIBLE]}" if VISIBLE in slot else ""
+        own = " ".join(override for override in cell.overrides if override not in self._shared)
+        say(f"{self._name(cell)} starts{where}: {own}")
+
+    def on_progress(self, process: CellProcess) -> None:
+        """Say what rounds have ended since the last time."""
+        cell = process.cell
+        start = self._shown_bytes.get(cell.index, 0)
+        lines = _read_whole_lines(cell.folder / "rounds.jsonl", start)
+        self._shown_bytes[cell.index] = start + len(lines)
+        for line in lines.splitlines():
+            text = _describe_round(line, cell.config.num_warmup_rounds, cell.config.num_rounds)
+            if text:
+                say(f"{self._name(cell)}: {text}")
+
+    def on_end(self, cell: Cell, end: CellEnd, elapsed_s: float) -> None:
+        """Say how it ended; of a failure why, and where it is recorded."""
+        told = f"{self._name(cell)} {end.status} after {elapsed_s:,.1f} s"
+        if end.objective is not None:
+            told += f", {end.objective:,.0f} output tokens/s"
+        if end.message:
+            told += f": {end.message}"
+        say(told if end.is_done else f"{told}\n  {format_path(cell.folder / LOG)}")
+
+    def on_stop(self, why: str, num_running: int) -> None:
+        """Say that the sweep ends, and how to make that faster."""
+        say(f"{why}: {num_running} running cell(s) are ending; once more kills them")
+
+    def _name(self, cell: Cell) -> str:
+        return f"cell {cell.index} of {self._num_cells}"
+
+
+def say_report(sweep_folder: Path, ends: Sequence[CellEnd], num_cells: int) -> None:
+    """Print the sweep's table with what failed and why, and how many cells are done."""
+    runs = load_sweep_runs(sweep_folder)
+    say(format_report(runs))
+    num_done = sum(end.is_done for end in ends)
+    folder = format_path(sweep_folder)
+    say(f"{num_done} of {num_cells} cells are done: {folder}")
+    if num_done < num_cells:
+        say(f"To run what is missing, give the same command with resume={folder} (or resume=latest).")
+
+
+def load_sweep_runs(sweep_folder: Path) -> list[Run]:
+    """The runs of a sweep's cells, without earlier attempts at them."""
+    return [run for run in load_runs([sweep_folder]) if ATTEMPTS not in run.folder.parts]
+
+
+def _read_whole_lines(path: Path, start: int) -> bytes:
+    """What a file has from byte `start` on, up to its last line's end; nothing while there is no such file."""
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            new = file.read()
+    except OSError:
+        return b""
+    return new[: new.rfind(b"\n") + 1]
+
+
+def _describe_round(line: bytes, num_warmup_rounds: int, num_rounds: int) -> str | None:
+    try:
+        record = json.loads(line)
+        if record["is_warmup"]:
+            return f"warmup round, {record['wall_s']:,.1f} s"
+        number = record["round_index"] - num_warmup_rounds + 1
+        return f"round {number} of {num_rounds}, {record['output_tokens_per_s']:,.0f} output tokens/s"
+    except (ValueError, KeyError, TypeError):  # no round's line: the cell's end tells what is wrong
+        return None

@@ -1,0 +1,32 @@
+"""What the command line itself says on the terminal, whoever still reads it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+
+
+def say(text: str) -> None:
+    """Write a line for the user, at once; when its reader has gone (`| head`, a closed terminal), go on unseen."""
+    if sys.stdout is None:  # closed before the start (`>&-`)
+        return
+    try:
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
+    except OSError:
+        silence_stdout()
+
+
+def silence_stdout() -> None:
+    """Write nothing more to standard output, whose reader has gone."""
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, sys.stdout.fileno())
+    os.close(devnull)
+
+
+def report_error(error: Exception) -> None:
+    """Write an error for the user as its message alone; with `HYDRA_FULL_ERROR=1` the traceback comes first."""
+    if os.environ.get("HYDRA_FULL_ERROR") == "1":
+        traceback.print_exception(error)
+    sys.stderr.write(f"cbexp: {error}\n")

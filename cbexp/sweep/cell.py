@@ -1,0 +1,41 @@
+"""The process of one cell, `python -m cbexp.sweep.cell FOLDER`: runs what the sweep has written there."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+from cbexp.errors import CbexpError
+from cbexp.sweep.cells import read_cell
+from cbexp.sweep.lifeline import end_with_parent
+from cbexp.sweep.stop_signals import STOP_SIGNALS, raise_interrupt
+
+
+def main(folder: Path) -> int:
+    """Run the cell in `folder`; what it comes to is in the folder's status.json, and 0 means that it is there."""
+    end_with_parent()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it has no terminal to lose
+    for number in (signal.SIGINT, *(number for number in STOP_SIGNALS if number != signal.SIGHUP)):
+        signal.signal(number, raise_interrupt)  # whatever was ignored where the sweep was started
+    cell = read_cell(folder)
+    from cbexp.experiment import run_experiment  # late: until here nothing took long
+
+    try:
+        run_experiment(cell.config, cell.folder, list(cell.overrides), cell.sweep)
+    except CbexpError as error:
+        sys.stderr.write(f"cbexp: {error}\n")
+        return 1
+    except Exception:  # noqa: BLE001 - a bug, of which the log has the traceback and the sweep's table the last line
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(Path(sys.argv[1])))
+    except KeyboardInterrupt as stop:
+        sys.stderr.write(f"{stop}\n")
+        sys.exit(130)

@@ -1,0 +1,129 @@
+"""How a cell ended: what it wrote itself, or what its parent concludes and writes when it could not."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from cbexp.run_status import (
+    STATUS,
+    SUMMARY,
+    Status,
+    begin_status,
+    find_live_owner,
+    now,
+    read_json_object,
+    write_status,
+)
+from cbexp.sweep.cells import LOG
+
+StopReason = Literal["timed_out", "interrupted"]
+DONE = ("completed", "not_applicable")
+FAILURES = ("failed", "out_of_memory", "timed_out", "killed", "interrupted")
+_WRITTEN_BY_CELLS = ("completed", "failed", "out_of_memory", "interrupted", "not_applicable")
+_MAX_LOG_TAIL_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class CellEnd:
+    """How a cell ended; `summary` is there only when it completed, `message` only when it did not."""
+
+    status: Status | Literal["not_run"]
+    message: str | None = None
+    summary: Mapping[str, Any] | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left to run."""
+        return self.status in DONE
+
+    @property
+    def objective(self) -> float | None:
+        """See `get_objective`."""
+        return get_objective(self.summary)
+
+
+def get_objective(summary: Mapping[str, Any] | None) -> float | None:
+    """Return what a search maximises, output tokens per second; None without a summary: the cell did not complete."""
+    value = (summary or {}).get("decode_tps")
+    return float(value) if isinstance(value, int | float) else None
+
+
+def read_end(folder: Path) -> CellEnd:
+    """Return how a cell stands: what its files say, but `killed` where they say running and its process is gone."""
+    status, summary = read_json_object(folder / STATUS), read_json_object(folder / SUMMARY)
+    if status is None:
+        return CellEnd("not_run")
+    written, message = status.get("status"), status.get("message")
+    if written == "completed":
+        if summary is not None:
+            return CellEnd("completed", summary=summary)
+        return CellEnd("killed", "its process was gone before summary.json was written")
+    if written == "running":
+        owner = find_live_owner(status)
+        return CellEnd("running", owner) if owner else CellEnd("killed", "its process is gone")
+    if written in _WRITTEN_BY_CELLS or written in FAILURES:
+        return CellEnd(written, None if message is None else str(message))
+    return CellEnd("not_run")
+
+
+def conclude_end(folder: Path, returncode: int, reason: StopReason | None, why: str) -> CellEnd:
+    """Return how a cell ended whose process is gone, and write what the process itself could not.
+
+    Args:
+        folder: the cell's.
+        returncode: the process's; below zero, the signal that ended it.
+        reason: what its parent ended it for, if it did.
+        why: that in words.
+    """
+    end = read_end(folder)
+    has_own_words = end.status in ("failed", "out_of_memory") or (end.status == "interrupted" and not reason)
+    if end.is_done or has_own_words:
+        return end
+    return record_end(
+        folder, CellEnd(reason, why) if reason else _conclude_from_returncode(folder, returncode)
+    )
+
+
+def record_end(folder: Path, end: CellEnd) -> CellEnd:
+    """Write a cell's end for it, and return it; where that cannot be written, its message says so too."""
+    values = read_json_object(folder / STATUS) or begin_status() | {"pid": None}
+    values = {key: value for key, value in values.items() if key != "error_class"}
+    try:
+        write_status(folder, values | {"status": end.status, "ended_at": now(), "message": end.message})
+    except OSError as error:
+        lost = f"(and the status could not be written: {error.strerror})"
+        return replace(end, message=f"{end.message} {lost}")
+    return end
+
+
+def describe_signal(number: int) -> str:
+    """Return which signal ended a process, and of SIGKILL what it often means."""
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        name = f"signal {number}"
+    if name == "SIGKILL":
+        return "ended by SIGKILL; often it is the kernel, when the machine has no memory left"
+    return f"ended by {name}"
+
+
+def _conclude_from_returncode(folder: Path, returncode: int) -> CellEnd:
+    if returncode < 0:
+        return CellEnd("killed", describe_signal(-returncode))
+    last_line = _read_last_line(folder / LOG)
+    told = f"the last line of {LOG}: {last_line}" if last_line else f"{LOG} is empty"
+    return CellEnd("failed", f"its process ended with exit code {returncode} and no status; {told}")
+
+
+def _read_last_line(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _MAX_LOG_TAIL_BYTES))
+            lines = file.read().decode(errors="replace").split("\n")
+    except OSError:
+        return ""
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")

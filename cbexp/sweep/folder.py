@@ -1,0 +1,93 @@
+"""A sweep's folder: claimed by one sweep alone, locked while that goes on, found again as the latest."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import itertools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from cbexp.errors import ConfigError, ResultsError
+from cbexp.files import describe_failure
+from cbexp.run_status import read_json_object
+from cbexp.sweep.manifest import MANIFEST
+
+LOCK = ".lock"
+LATEST = "latest"
+_HELD_BY_ANOTHER = (errno.EAGAIN, errno.EACCES)
+
+
+def claim_folder(wanted: Path) -> Path:
+    """Make `wanted`, or the first of `wanted_2`, `wanted_3`, … that is nobody's, and return it.
+
+    Raises:
+        ResultsError: it cannot be made.
+    """
+    for number in itertools.count(1):
+        folder = wanted if number == 1 else wanted.with_name(f"{wanted.name}_{number}")
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir()  # of two sweeps at once, one makes it
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise ResultsError(
+                f"{describe_failure(folder, error)} Choose another place with hydra.sweep.dir."
+            ) from error
+        return folder
+    raise AssertionError("itertools.count ends")
+
+
+@contextmanager
+def locked(sweep_folder: Path) -> Iterator[None]:
+    """Hold the sweep's lock, which ends with the process that holds it, however that ends.
+
+    Raises:
+        ResultsError: another process has it: the sweep is going on.
+    """
+    try:
+        descriptor = os.open(sweep_folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise ResultsError(describe_failure(sweep_folder / LOCK, error)) from error
+    try:
+        _lock(descriptor, sweep_folder)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, sweep_folder: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        # Some network file systems have no locks; there the cells' own status is all that tells.
+        if error.errno in _HELD_BY_ANOTHER:
+            raise ResultsError(
+                f"the sweep in {sweep_folder} is going on in another process: wait for it, or end that process."
+            ) from error
+
+
+def find_sweep(resume: str, outputs: Path) -> Path:
+    """Return the folder that `resume` means: itself, or of `latest` the newest sweep in `outputs`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if resume != LATEST:
+        folder = Path(resume)
+        if not folder.is_dir():
+            raise ConfigError(f"resume={resume}: there is no such folder.")
+        return folder
+    sweeps = [path.parent for path in outputs.glob(f"*/{MANIFEST}")]
+    if not sweeps:
+        raise ConfigError(f"resume=latest: there is no sweep in {outputs}. Give its folder instead.")
+    return max(sweeps, key=_created_at)
+
+
+def _created_at(sweep_folder: Path) -> tuple[str, str]:
+    """When a sweep was begun; its folder's name, which has the time too, decides within a second."""
+    values = read_json_object(sweep_folder / MANIFEST) or {}
+    return str(values.get("created_at", "")), sweep_folder.name
