@@ -110,11 +110,11 @@ def _run_tracked(
     seed_everything(config.seed)
     limit_threads(config.model.num_threads)
     directory.write_environment(collect_environment())
-    plan = build_plan(config)
-    display.print_plan(plan)
     name = " ".join(overrides) or config.name
-    settings = to_plain_dict(config) | {"resolved": plan.to_dict()}
-    with start_tracking(config.tracking, name, sweep, settings, directory.path) as tracker:
+    with start_tracking(config.tracking, name, sweep, to_plain_dict(config), directory.path) as tracker:
+        plan = build_plan(config)  # in here, so that what does not fit is seen, and avoided by a search
+        tracker.log_resolved(plan.to_dict())
+        display.print_plan(plan)
         display.print_line(tracker.description)
         with Job(config, plan, directory, tracker, display) as job, _explaining_memory(plan):
             summary = _run_job(job, display)

@@ -61,6 +61,10 @@ class Tracker:
         """Add to `warnings`."""
         self._problems[text] += 1
 
+    def log_resolved(self, settings: Mapping[str, Any]) -> None:
+        """Add what `auto` and the like have become to the run's configuration, as `resolved`."""
+        self._attempt("logging the plan", lambda run: run.config.update({"resolved": dict(settings)}))
+
     def log_round(self, record: RoundRecord, steps: Sequence[StepRecord]) -> None:
         """Log a round's numbers and histograms against `round`; names of a warmup round begin with `warmup/`."""
         prefix = "warmup/" if record.is_warmup else ""

@@ -50,6 +50,13 @@ def test_summary_and_configuration_are_an_artifact_whose_files_lie_in_the_run_fo
     assert all(path.is_absolute() and path.is_relative_to(run_dir / "wandb") for path in paths.values())
 
 
+def test_what_auto_became_is_part_of_the_configuration(run_dir):
+    with start(run_dir) as tracker:
+        tracker.log_resolved({"compile_mode": "eager"})
+    assert tracker.warnings == []
+    assert read_back(run_dir).config == {"seed": 1, "resolved": {"compile_mode": "eager"}}
+
+
 def test_system_metrics_are_there_from_the_first_second(run_dir):
     with start(run_dir) as tracker:
         tracker.log_round(a_round(0), [])

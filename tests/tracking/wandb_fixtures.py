@@ -44,6 +44,7 @@ class ReadBack:
     """What an offline run's file holds."""
 
     run: wandb_internal_pb2.RunRecord | None = None
+    config: dict = field(default_factory=dict)
     history: list[dict] = field(default_factory=list)
     summary: dict = field(default_factory=dict)
     metrics: list[wandb_internal_pb2.MetricRecord] = field(default_factory=list)
@@ -51,11 +52,6 @@ class ReadBack:
     saved_files: set[str] = field(default_factory=set)
     system_metrics: set[str] = field(default_factory=set)
     exit_code: int | None = None
-
-    @property
-    def config(self) -> dict:
-        updates = {item.key: json.loads(item.value_json) for item in self.run.config.update}
-        return {key: value for key, value in updates.items() if key != "_wandb"}
 
 
 def iterate_records(path: Path) -> Iterator[wandb_internal_pb2.Record]:
@@ -81,24 +77,34 @@ def read_back(run_dir: Path, folder: str = "offline-run-*") -> ReadBack:
     (path,) = run_dir.glob(f"wandb/{folder}/*.wandb")
     found = ReadBack()
     for record in iterate_records(path):
-        match record.WhichOneof("record_type"):
-            case "run":
-                found.run = record.run
-            case "history":
-                found.history.append(_nested_values(record.history.item))
-            case "summary":
-                found.summary |= _nested_values(record.summary.update)
-            case "artifact":
-                found.artifacts.append(record.artifact)
-            case "files":
-                found.saved_files |= {item.path for item in record.files.files}
-            case "stats":
-                found.system_metrics |= {item.key for item in record.stats.item}
-            case "metric":
-                found.metrics.append(record.metric)
-            case "exit":
-                found.exit_code = record.exit.exit_code
+        _take(found, record)
     return found
+
+
+def _take(found: ReadBack, record: wandb_internal_pb2.Record) -> None:
+    match record.WhichOneof("record_type"):
+        case "run":
+            found.run = record.run
+            found.config |= _settings(record.run.config.update)
+        case "config":
+            found.config |= _settings(record.config.update)
+        case "history":
+            found.history.append(_nested_values(record.history.item))
+        case "summary":
+            found.summary |= _nested_values(record.summary.update)
+        case "artifact":
+            found.artifacts.append(record.artifact)
+        case "metric":
+            found.metrics.append(record.metric)
+        case "exit":
+            found.exit_code = record.exit.exit_code
+        case _:
+            found.saved_files |= {item.path for item in record.files.files}
+            found.system_metrics |= {item.key for item in record.stats.item}
+
+
+def _settings(items) -> dict:
+    return {item.key: json.loads(item.value_json) for item in items if item.key not in ("", "_wandb")}
 
 
 def _nested_values(items) -> dict:
@@ -113,6 +119,8 @@ class FakeServer(http.server.ThreadingHTTPServer):
         self.runs: dict[str, list[dict]] = {}
         self.artifacts: list[dict] = []
         self.exit_codes: dict[str, int] = {}
+        self.views: list[dict] = []
+        self.answers = dict(ANSWERS)
         super().__init__(("127.0.0.1", 0), FakeHandler)
         self.thread = threading.Thread(target=self.serve_forever, daemon=True)
         self.thread.start()
@@ -160,7 +168,7 @@ class FakeHandler(http.server.BaseHTTPRequestHandler):
             return {}
         request = json.loads(body)
         variables = request.get("variables") or {}
-        for operation, answer in ANSWERS.items():
+        for operation, answer in self.server.answers.items():
             if operation in request.get("query", ""):
                 return {"data": answer(self.server, variables)}
         return {"data": {}}

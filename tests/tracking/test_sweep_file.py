@@ -1,0 +1,205 @@
+"""scripts/wandb_sweep.yaml: what wandb's own agent makes of it, composed and run by cbexp's command line."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from wandb import wandb_agent
+
+from cbexp.cli.command_line import conf_dir
+from cbexp.cli.composer import parse_arguments, register_job_folder
+from cbexp.cli.preflight import check_command
+from cbexp.config import ExperimentConfig, TrackingConfig, register_schema
+from cbexp.tracking import OBJECTIVE
+from tests.tracking.wandb_fixtures import PROJECT, read_back
+
+REPOSITORY = Path(__file__).parents[2]
+SWEEP = yaml.safe_load((REPOSITORY / "scripts" / "wandb_sweep.yaml").read_text())
+VALUES = {name: parameter["values"] for name, parameter in SWEEP["parameters"].items()}
+NUM_SAMPLES = 8
+
+
+def each_value() -> list[dict]:
+    """As few choices as have each value of each parameter."""
+    most = max(map(len, VALUES.values()))
+    return [{name: values[i % len(values)] for name, values in VALUES.items()} for i in range(most)]
+
+
+def samples() -> list[dict]:
+    everything = list(itertools.product(*VALUES.values()))
+    return [
+        dict(zip(VALUES, chosen, strict=True)) for chosen in random.Random(0).sample(everything, NUM_SAMPLES)
+    ]
+
+
+@pytest.fixture
+def agent(tmp_path, monkeypatch):
+    """Hands wandb's own agent a job; returns the command and the environment that it starts."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("WANDB_DIR", "WANDB_RUN_ID", "WANDB_SWEEP_PARAM_PATH"):
+        monkeypatch.setenv(name, str(tmp_path) if name == "WANDB_DIR" else "")
+    monkeypatch.setenv("WANDB_SWEEP_ID", "sweep7")
+    started = []
+    monkeypatch.setattr(
+        wandb_agent, "AgentProcess", lambda **options: started.append(options) or FakeProcess()
+    )
+    worker = wandb_agent.Agent(api=None, queue=None, sweep_id="sweep7")
+    worker._sweep_command = SWEEP["command"]
+
+    def start(chosen: dict) -> tuple[list[str], dict]:
+        arguments = {name: {"value": value} for name, value in chosen.items()}
+        worker._command_run({"run_id": "agentrun", "program": SWEEP["program"], "args": arguments})
+        return started[-1]["command"], started[-1]["env"]
+
+    return start
+
+
+class FakeProcess:
+    last_sigterm_time: float | None = None
+
+
+def compose(command: list[str]) -> ExperimentConfig:
+    """What cbexp makes of a command that an agent starts."""
+    assert command[:4] == ["/usr/bin/env", "python", "-m", "cbexp"]
+    register_schema()
+    register_job_folder()
+    checked = check_command(parse_arguments(command[4:]), conf_dir())
+    assert not checked.is_multirun
+    (job,) = checked.jobs
+    return job.config
+
+
+@pytest.mark.parametrize(
+    "chosen", [*each_value(), *samples()], ids=lambda chosen: ",".join(map(str, chosen.values()))
+)
+def test_what_an_agent_tries_composes_to_just_that(agent, chosen):
+    command, _ = agent(chosen)
+    config = compose(command)
+    for name, value in chosen.items():
+        group, field = name.split(".")
+        assert getattr(getattr(config, group), field) == value
+    assert (config.name, config.model.init) == ("rollout_256", "random")
+
+
+def test_search_is_for_the_objective_under_a_memory_limit(agent):
+    assert SWEEP["method"] == "bayes"
+    assert SWEEP["metric"] == {"name": OBJECTIVE, "goal": "maximize"}
+    tracking = compose(agent(each_value()[0])[0]).tracking
+    assert tracking.max_memory_gib == 40
+    assert (tracking.mode, tracking.project) == ("online", TrackingConfig().project)
+
+
+def test_parameters_hide_no_setting_in_the_configuration_of_a_run():
+    """wandb adds them to it by their names: `compile: eager` would take the place of the whole group."""
+    assert all("." in name for name in VALUES)
+
+
+SMALL = ("experiment=smoke", "model=tiny", "hydra.run.dir=run")
+
+
+def shrink(words: list[str], *overrides: str) -> list[str]:
+    """The words of the sweep's command, made small enough for this machine."""
+    replaced = {text.split("=")[0] for text in (*SMALL, *overrides)} | {"model.init", "num_rounds"}
+    return [word for word in words if word.split("=")[0] not in replaced] + [*SMALL, *overrides]
+
+
+def run_as_agent(agent, tmp_path: Path, *overrides: str) -> tuple[int, Path]:
+    """Run what an agent starts, in the environment that it gives; returns the exit code and the run's folder."""
+    command, environment = agent(
+        {"compile.mode": "eager", "compile.fusion": "none", "cache.num_tokens": 4096}
+    )
+    words = shrink(command[3:], "tracking=offline", *overrides)
+    environment = {name: value for name, value in environment.items() if value} | {
+        "PYTHONPATH": str(REPOSITORY)
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", *words], cwd=tmp_path, env=environment, capture_output=True, timeout=120
+    )
+    return done.returncode, tmp_path / "run"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "exit_code", "is_rejected"),
+    [
+        ([], 0, False),
+        (["tracking.max_memory_gib=0.01"], 0, True),
+        (["cache.num_tokens=100000000000"], 1, True),  # does not fit: ends before anything runs
+    ],
+)
+def test_job_of_an_agent_reports_its_objective_to_the_agents_run(
+    agent, tmp_path, overrides, exit_code, is_rejected
+):
+    code, run_dir = run_as_agent(agent, tmp_path, *overrides)
+    assert code == exit_code
+    found = read_back(run_dir)
+    assert (found.run.run_id, found.run.sweep_id) == ("agentrun", "sweep7")
+    (objective,) = [row["objective"] for row in found.history if "objective" in row]
+    assert (objective == 0.0) == is_rejected
+    assert found.summary["objective"] == objective
+    assert found.exit_code == exit_code
+    assert isinstance(found.config["compile"], dict)
+    assert found.config["compile.mode"] == found.config["compile"]["mode"] == "eager"
+
+
+# wandb's own command line, sweep to agent to job, against a server on this machine
+
+AGENT_SCRIPT = """
+import wandb.wandb_agent
+wandb.wandb_agent.Agent.POLL_INTERVAL = 0.2  # seconds
+wandb.wandb_agent.agent("team/cbexp/sweep7", count=1)
+"""
+
+
+def upsert_sweep(server, variables: dict) -> dict:
+    server.sweep = yaml.safe_load(variables["config"])
+    return {"upsertSweep": {"sweep": {"name": "sweep7", "project": PROJECT}, "configValidationWarnings": []}}
+
+
+def find_sweep(server, _variables: dict) -> dict:
+    config = server.sweep | {"command": [*shrink(server.sweep["command"]), "compile.fusion=none"]}
+    return {
+        "project": {
+            "sweep": {"id": "s", "name": "sweep7", "config": yaml.safe_dump(config), "runs": {"edges": []}}
+        }
+    }
+
+
+def beat(server, _variables: dict) -> dict:
+    arguments = {"compile.mode": {"value": "eager"}, "cache.num_tokens": {"value": 32768}}
+    command = {"id": "1", "type": "run", "run_id": "agentrun", "program": "cbexp", "args": arguments}
+    commands, server.commands = [] if server.commands else [command], [command]
+    return {"agentHeartbeat": {"agent": {"id": "agent"}, "commands": json.dumps(commands)}}
+
+
+def test_sweep_and_agent_of_wandb_run_a_job_whose_objective_arrives(server, tmp_path):
+    server.commands = []
+    server.answers |= {
+        "mutation UpsertSweep": upsert_sweep,
+        "query SweepWithRuns": find_sweep,
+        "mutation CreateAgent": lambda *_: {"createAgent": {"agent": {"id": "agent"}}},
+        "mutation Heartbeat": beat,
+    }
+    bin_folder = Path(sys.executable).parent
+    path = f"{bin_folder}{os.pathsep}{os.environ['PATH']}"
+    options = {"cwd": tmp_path, "env": os.environ | {"PATH": path, "PYTHONPATH": str(REPOSITORY)}}
+    options |= {"capture_output": True, "text": True, "timeout": 120, "check": True}
+    file = REPOSITORY / "scripts" / "wandb_sweep.yaml"
+    made = subprocess.run(
+        [bin_folder / "wandb", "sweep", "--project", "cbexp", "-e", "team", file], **options
+    )
+    assert "wandb agent team/cbexp/sweep7" in made.stderr
+    assert server.sweep == SWEEP
+    agent = subprocess.run([sys.executable, "-c", AGENT_SCRIPT], **options)
+    assert set(server.history) == {"agentrun"}, agent.stderr
+    (objective,) = [row["objective"] for row in server.rows("agentrun") if "objective" in row]
+    assert objective > 0
+    assert server.exit_codes == {"agentrun": 0}
+    assert json.loads(server.runs["agentrun"][0]["config"])["compile"]["value"]["mode"] == "eager"
