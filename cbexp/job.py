@@ -16,7 +16,7 @@ from cbexp.dataset.prompts import PromptSet, load_prompts
 from cbexp.display import ProgressDisplay
 from cbexp.engine.interrupts import deferring_interrupts
 from cbexp.engine.types import RolloutDriver, StepInfo
-from cbexp.environment import measure_memory, reset_peak_memory
+from cbexp.environment import reset_peak_memory
 from cbexp.errors import RequestsFailedError
 from cbexp.factory import (
     RunPlan,
@@ -29,7 +29,7 @@ from cbexp.factory import (
 )
 from cbexp.metrics import RequestRecord, RooflineInputs, RoundRecord
 from cbexp.model.loading import LoadedModel, describe_model, load_model, load_tokenizer
-from cbexp.rounds import RoundResult, RoundRunner, describe_failures
+from cbexp.rounds import RoundResult, RoundRunner, describe_failures, measure_round_memory
 from cbexp.run_facts import describe_run
 from cbexp.tracking import Tracker
 
@@ -181,7 +181,7 @@ class Job:
             result.end_s,
             requests,
             driver.steps,
-            measure_memory(loaded.device),
+            measure_round_memory(driver, loaded.device),
         )
         steps = metrics.summarize_step_records(index, result.start_s, driver.steps)
         self._rounds.append(record)

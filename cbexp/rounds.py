@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from cbexp.dataset.prompts import PromptSet
 from cbexp.engine.types import Completion, RolloutDriver
-from cbexp.environment import synchronize
-from cbexp.peers.vllm_driver import HasOwnClock
+from cbexp.environment import GIB, measure_memory, synchronize
+from cbexp.metrics import MemoryUse
+from cbexp.peers.vllm_driver import RunsElsewhere
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class RoundRunner:
         self._completions = self._driver.drive_until_empty()
         synchronize(self._device)
         end_s = time.perf_counter()
-        if isinstance(self._driver, HasOwnClock):
+        if isinstance(self._driver, RunsElsewhere):
             self._start_s, end_s = self._driver.round_span_s
         return self._judge(self._request_ids, self._completions, end_s)
 
@@ -115,6 +116,15 @@ class RoundRunner:
         if completion.finish_reason == "failed":
             return None
         return verifier(text, answers[index // self._num_generations])
+
+
+def measure_round_memory(driver: RolloutDriver, device: torch.device) -> MemoryUse:
+    """Memory of this process and its device, or what a driver that runs elsewhere has taken of the device."""
+    memory = measure_memory(device)
+    if not isinstance(driver, RunsElsewhere) or driver.device_bytes is None:
+        return memory
+    taken_gib = driver.device_bytes / GIB
+    return replace(memory, reserved_gib=taken_gib, peak_reserved_gib=taken_gib)
 
 
 def describe_failures(result: RoundResult, limit: int = 3) -> str | None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import threading
 import time
 
 import pytest
+import torch
 
 from cbexp.engine.types import EngineError
 from cbexp.errors import ConfigError, MemoryBudgetError, NotApplicableError
+from cbexp.peers.vllm_driver import VllmDriver
+from cbexp.rounds import measure_round_memory
 from tests.vllm_fixtures import FakeVllm, build, complete, experiment
 
 
@@ -101,6 +105,35 @@ def test_the_clock_runs_in_the_worker(make_driver):
         assert completion.timings.first_token_s is None
         assert completion.timings.finished_s == end_s
     assert "request_times" in driver.resolved["not_measured"]
+
+
+def test_what_vllm_takes_of_a_gpu_is_what_is_in_use_more(make_driver, fake, monkeypatch):
+    used = fake.tmp_path / "used"
+    program = fake.tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\nlast=; for last; do :; done; cat {used}_$last\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{fake.tmp_path}:{os.environ['PATH']}")
+    fake.misbehave("cuda")
+    on_cpu, prompts = make_driver()
+    config = dataclasses.replace(
+        on_cpu._config,
+        device_type="cuda",
+        environment={**on_cpu._config.environment, "CUDA_VISIBLE_DEVICES": "3"},
+    )
+    driver = VllmDriver(config)
+    used.with_name("used_3").write_text("100\n")
+    driver.warmup()
+    used.with_name("used_3").write_text("612\n")
+    driver.add_requests(prompts)
+    driver.drive_until_empty()
+    assert driver.device_bytes == 512 * 2**20
+    memory = measure_round_memory(driver, torch.device("meta"))
+    assert (memory.peak_reserved_gib, memory.peak_allocated_gib) == (0.5, None)
+    program.write_text("#!/bin/sh\nexit 9\n")
+    driver.add_requests(prompts)
+    driver.drive_until_empty()
+    assert driver.device_bytes is None
+    driver.close()
 
 
 def test_request_times_are_vllms(make_driver, fake):

@@ -168,8 +168,10 @@ def _memory(summary: Summary) -> str:
         if summary["peak_host_gib"]
         else "not measured"
     )
-    if summary["peak_allocated_gib"] is None:
+    if summary["peak_reserved_gib"] is None:
         return host
+    if summary["peak_allocated_gib"] is None:
+        return f"device peak {format_number(summary['peak_reserved_gib'])} GiB reserved; {host}"
     allocated, reserved = (format_number(summary[f"peak_{kind}_gib"]) for kind in ("allocated", "reserved"))
     return f"device peak {allocated} GiB allocated, {reserved} GiB reserved; {host}"
 

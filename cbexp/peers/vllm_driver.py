@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 from cbexp.engine.prompts import RequestLimits
 from cbexp.engine.request_book import PromptGroup, RequestBook
 from cbexp.engine.types import Completion, EngineError
+from cbexp.peers.device_memory import read_used_bytes
 from cbexp.peers.queued_driver import QueuedDriver
 from cbexp.peers.vllm_failures import describe_failure, require_event
 from cbexp.peers.vllm_process import WorkerEndedError, WorkerProcess
@@ -31,18 +32,25 @@ WORKER = Path(__file__).with_name("vllm_worker.py")
 NOT_MEASURED = {
     "steps": "vLLM does not show its steps to the caller of its offline engine",
     "roofline": "the fraction needs the times of steps, and measuring bandwidth would take memory beside vLLM",
-    "device_memory": "vLLM allocates in processes of its own, for the most part what gpu_memory_utilization says",
+    "allocated_memory": "vLLM allocates in processes of its own; peak_reserved_gib is what it took of the GPU in all",
 }
-NO_REQUEST_TIMES = "vLLM keeps no times of requests unless told to: driver.request_times=true"
+NO_REQUEST_TIMES = (
+    "vLLM keeps no times of requests unless told to (driver.request_times=true), and gives all results at once: each "
+    "latency is the round's"
+)
 
 
 @runtime_checkable
-class HasOwnClock(Protocol):
-    """A driver that times its rounds itself, where the work is done."""
+class RunsElsewhere(Protocol):
+    """A driver whose work is done in another process, which times it; its memory is none of ours."""
 
     @property
     def round_span_s(self) -> tuple[float, float]:
         """Start and end of the last drive on the `time.perf_counter` clock, in seconds."""
+
+    @property
+    def device_bytes(self) -> int | None:
+        """What it has taken of the device; None where that cannot be told."""
 
 
 class VllmDriver(QueuedDriver):
@@ -65,6 +73,8 @@ class VllmDriver(QueuedDriver):
         self._worker: WorkerProcess | None = None
         self._facts: dict[str, Any] = {}
         self._round_span_s = (0.0, 0.0)
+        self._used_before_bytes: int | None = None
+        self._device_bytes: int | None = None
 
     @property
     def resolved(self) -> dict[str, Any]:
@@ -87,8 +97,13 @@ class VllmDriver(QueuedDriver):
 
     @property
     def round_span_s(self) -> tuple[float, float]:
-        """Start and end of the last drive, as the worker took them; see `HasOwnClock`."""
+        """Start and end of the last drive, as the worker took them; see `RunsElsewhere`."""
         return self._round_span_s
+
+    @property
+    def device_bytes(self) -> int | None:
+        """What more of the GPU is in use than before vLLM started, at the end of a drive; None on a CPU."""
+        return self._device_bytes
 
     def warmup(self) -> None:
         """Start vLLM: import it, load the weights, compile and capture."""
@@ -131,15 +146,24 @@ class VllmDriver(QueuedDriver):
             self._round_span_s = _checked_span(sent_s, answer, time.perf_counter())
             for (request_id, group), output in zip(requests, answer["outputs"], strict=True):
                 _record(request_id, group, output, book, self._round_span_s[1])
+        self._device_bytes = self._measure_device_bytes()
 
     def _started_worker(self) -> WorkerProcess:
         if self._worker is None:
             config = self._config
+            if config.gpu is not None and self._used_before_bytes is None:
+                self._used_before_bytes = read_used_bytes(config.gpu)
             worker = WorkerProcess([config.python, str(WORKER)], config.environment, config.log_path)
             with self._ending_on_error(worker, "starting"):
                 self._facts = start_engine(worker, config, self._on_progress)
             self._worker = worker
         return self._worker
+
+    def _measure_device_bytes(self) -> int | None:
+        used_bytes = None if self._config.gpu is None else read_used_bytes(self._config.gpu)
+        if used_bytes is None or self._used_before_bytes is None:
+            return None
+        return max(0, used_bytes - self._used_before_bytes)
 
     @contextmanager
     def _ending_on_error(self, worker: WorkerProcess, doing: str) -> Iterator[None]:

@@ -37,6 +37,11 @@ class VllmConfig:
     request_limits: RequestLimits
 
     @property
+    def gpu(self) -> str | None:
+        """The GPU that the worker sees; None on a CPU."""
+        return self.environment["CUDA_VISIBLE_DEVICES"] if self.device_type == "cuda" else None
+
+    @property
     def has_request_times(self) -> bool:
         """Whether vLLM is to tell when each request was scheduled, got its first token and ended."""
         return not self.engine["disable_log_stats"]

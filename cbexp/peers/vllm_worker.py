@@ -177,7 +177,7 @@ def describe_output(output: Any) -> dict[str, Any]:
     metrics = output.metrics
     times = {"scheduled_s": "scheduled_ts", "first_token_s": "first_token_ts", "finished_s": "last_token_ts"}
     return {
-        "token_ids": list(completion.token_ids),
+        "token_ids": [int(token_id) for token_id in completion.token_ids],
         "finish_reason": completion.finish_reason,
         **{name: getattr(metrics, field, None) or None for name, field in times.items()},
     }

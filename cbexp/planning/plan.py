@@ -32,6 +32,7 @@ from cbexp.planning.plan_warnings import find_idle_buckets, find_idle_settings, 
 
 PAGE_SIZE = 256
 PAGE_SIZE_WITH_SHARING = 32
+PAGE_SIZE_OF_VLLM = 16
 PAGED_CACHE_KEYS = ("cache_tokens", "page_size", "block_sharing", "scheduler", "max_batch_tokens")
 # Beyond it, a step's logits and the scheduler's host work outweigh what a larger batch gains; upstream's own bound.
 MAX_REQUESTS_PER_BATCH = 1024
@@ -160,7 +161,7 @@ def resolve_plan(config: ExperimentConfig) -> RunPlan:
         limits=limits,
         has_paged_cache=config.has_paged_cache,
         cache_tokens=config.cache.num_tokens if config.has_paged_cache else None,
-        page_size=config.cache.page_size or (PAGE_SIZE_WITH_SHARING if block_sharing else PAGE_SIZE),
+        page_size=config.cache.page_size or _default_page_size(driver, block_sharing),
         block_sharing=block_sharing,
         scheduler="prefill_first" if config.cache.scheduler == "prefill_first" else "fifo",
         max_batch_tokens=config.cache.max_batch_tokens,
@@ -206,6 +207,12 @@ def _check_positions(shortest_prompt: int, longest_limit: int, architecture: Pre
             f"sampling.max_new_tokens={longest_limit} and a prompt of {shortest_prompt} tokens exceed the model's "
             f"{positions} positions (max_position_embeddings)."
         )
+
+
+def _default_page_size(driver: str, block_sharing: bool) -> int:
+    if driver == "vllm":
+        return PAGE_SIZE_OF_VLLM
+    return PAGE_SIZE_WITH_SHARING if block_sharing else PAGE_SIZE
 
 
 def _resolve_block_sharing(config: ExperimentConfig, layout: CacheLayout) -> bool:

@@ -24,7 +24,6 @@ from cbexp.planning.cache_sizing import full_lengths
 from cbexp.planning.plan import RunPlan
 
 LENGTH_MULTIPLE = 64  # of max_model_len, so that like workloads share compiled code
-PAGE_SIZE = 16  # vLLM's own, said aloud where a cache is counted in pages of it
 UTILIZATION_DIGITS = 4
 # For a machine without a network, and without packages that vLLM would take up by itself; the user's own go before.
 ENVIRONMENT = {
@@ -88,7 +87,7 @@ def _engine_arguments(
         ),
         "enable_prefix_caching": plan.block_sharing,
         "disable_log_stats": not config.driver.request_times,
-        **_memory_arguments(config, plan, prompt_lengths),
+        **_memory_arguments(plan, prompt_lengths, config.dataset.num_generations),
         **({} if config.compile.mode == "auto" else COMPILE_ARGUMENTS[plan.compile_mode]),
     }
     if config.cache.page_size is not None:
@@ -117,26 +116,23 @@ def _max_model_len(plan: RunPlan, prompt_lengths: Sequence[int]) -> int:
     return min(rounded, *(bound for bound in bounds if bound is not None))
 
 
-def _memory_arguments(
-    config: ExperimentConfig, plan: RunPlan, prompt_lengths: Sequence[int]
-) -> dict[str, Any]:
+def _memory_arguments(plan: RunPlan, prompt_lengths: Sequence[int], num_generations: int) -> dict[str, Any]:
     """On a GPU a cache of as many pages as asked for, or the share of its memory that `cache` gives to the others too.
 
     There `max_memory_fraction` is of what the weights leave; vLLM's is of all, weights included.
     """
     if plan.device.type != "cuda":
         num_tokens = plan.cache_tokens or cache_tokens_needed(
-            full_lengths(plan, prompt_lengths), config.dataset.num_generations, LENGTH_MULTIPLE
+            full_lengths(plan, prompt_lengths), num_generations, plan.page_size
         )
         return {"kv_cache_memory_bytes": num_tokens * plan.kv_bytes_per_token}
     share_of_weights = plan.weights.num_bytes / total_memory_bytes(plan.device)
     utilization = share_of_weights + plan.max_memory_fraction * (1 - share_of_weights)
     arguments: dict[str, Any] = {"gpu_memory_utilization": round(utilization, UTILIZATION_DIGITS)}
     if plan.cache_tokens is not None:
-        page_size = config.cache.page_size or PAGE_SIZE
         # One page is vLLM's own, for rows that pad a batch.
-        num_pages = math.ceil(plan.cache_tokens / page_size) + 1
-        arguments |= {"block_size": page_size, "num_gpu_blocks_override": num_pages}
+        num_pages = math.ceil(plan.cache_tokens / plan.page_size) + 1
+        arguments |= {"block_size": plan.page_size, "num_gpu_blocks_override": num_pages}
     return arguments
 
 
