@@ -17,6 +17,7 @@ import torch
 import transformers
 
 import cbexp
+from cbexp.gpu_state import find_gpu_processes, find_gpu_states
 from cbexp.metrics import MemoryUse
 from cbexp.provenance import PACKAGES, describe_source, output_of, version_of
 
@@ -137,14 +138,17 @@ def _cpu_model() -> str | None:
 
 
 def _describe_cuda() -> dict[str, Any]:
-    """`host_gpus` and `processes` are of the whole machine, this process among them, as nvidia-smi prints them."""
+    """`gpu_states` and `processes` are of this process's GPUs, this process among them; `host_gpus` of the machine's."""
     drivers = _query_nvidia_smi("--query-gpu=driver_version")
+    devices = [_describe_gpu(index) for index in range(torch.cuda.device_count())]
+    uuids = [device["uuid"] for device in devices]
     return {
         "runtime": torch.version.cuda,
         "driver": drivers[0] if drivers else None,
-        "devices": [_describe_gpu(index) for index in range(torch.cuda.device_count())],
+        "devices": devices,
+        "gpu_states": find_gpu_states(uuids),
         "host_gpus": _query_nvidia_smi("--query-gpu=index,name,memory.used,memory.total"),
-        "processes": _query_nvidia_smi("--query-compute-apps=pid,used_memory"),
+        "processes": find_gpu_processes(uuids),
     }
 
 
@@ -152,6 +156,7 @@ def _describe_gpu(index: int) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(index)
     return {
         "name": properties.name,
+        "uuid": str(properties.uuid),
         "memory_gib": properties.total_memory / GIB,
         "compute_capability": f"{properties.major}.{properties.minor}",
         "num_multiprocessors": properties.multi_processor_count,

@@ -166,25 +166,39 @@ def test_gpu_is_described_with_driver_and_processes(tmp_path, monkeypatch):
 case "$1 $2" in
   "--query-gpu=driver_version --format=csv,noheader") echo 580.1 ;;
   "--query-gpu=index,name,memory.used,memory.total --format=csv,noheader") echo "0, Card, 10 MiB, 100 MiB" ;;
-  "--query-compute-apps=pid,used_memory --format=csv,noheader") printf "12, 5 MiB\n13, 6 MiB\n" ;;
+  "--query-gpu=uuid,clocks."*)
+    echo "GPU-1-a, 345, 1980, 1593, 3201, 71.59, 700.00, [N/A], 4"; echo "GPU-2-b, 1, 1, 1, 1, 1, 1, 1, 1" ;;
+  "--query-compute-apps=gpu_uuid,pid,used_memory --format=csv,noheader,nounits")
+    echo "GPU-1-a, 12, 5"; echo "GPU-2-b, 13, 6" ;;
 esac
 """
     )
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     card = SimpleNamespace(name="Card", total_memory=2**31, major=9, minor=0, multi_processor_count=132)
+    card.uuid = "1-a"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _index: card)
     found = collect_environment()["cuda"]
     assert found["driver"] == "580.1"
     assert found["devices"] == [
-        {"name": "Card", "memory_gib": 2.0, "compute_capability": "9.0", "num_multiprocessors": 132}
+        {
+            "name": "Card",
+            "uuid": "1-a",
+            "memory_gib": 2.0,
+            "compute_capability": "9.0",
+            "num_multiprocessors": 132,
+        }
     ]
     assert found["host_gpus"] == ["0, Card, 10 MiB, 100 MiB"]
-    assert found["processes"] == ["12, 5 MiB", "13, 6 MiB"]
+    assert found["processes"] == [{"uuid": "GPU-1-a", "pid": 12, "memory_used_mib": 5}]
+    (state,) = found["gpu_states"]
+    assert (state["sm_mhz"], state["max_sm_mhz"], state["power_w"]) == (345, 1980, 71.59)
+    assert (state["memory_used_mib"], state["temperature_c"]) == (4, None)
     smi.unlink()
-    assert collect_environment()["cuda"]["driver"] is None
+    without = collect_environment()["cuda"]
+    assert (without["driver"], without["gpu_states"], without["processes"]) == (None, None, None)
 
 
 @pytest.mark.gpu
