@@ -14,6 +14,7 @@ from cbexp.report.compare import DEFAULT_THRESHOLD, compare_runs, exit_status
 from cbexp.report.compare_table import format_comparison
 from cbexp.report.errors import ReportError
 from cbexp.report.loading import load_runs
+from cbexp.report.page import build_page
 from cbexp.report.run import Run
 from cbexp.report.table import format_csv, format_json, format_markdown
 from cbexp.report.terminal import format_report
@@ -23,6 +24,7 @@ BAD_USE = 2
 STDOUT = Path("-")
 Formatter = Callable[[Sequence[Run], str | None], str]
 FORMATS: dict[str, Formatter] = {
+    "html": build_page,
     "csv": format_csv,
     "json": format_json,
     "markdown": format_markdown,

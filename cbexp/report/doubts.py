@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from cbexp.report.json_files import lookup, number, strings, text
+from cbexp.report.json_files import lookup, number, strings
 from cbexp.report.run import Run
 
 MAX_MEMORY_IN_USE_MIB = 1024  # a CUDA context or two; more is somebody's work
@@ -41,22 +41,15 @@ def _doubts_of_environment(run: Run) -> Iterator[str]:
     in_use_mib = max((number(gpu, "memory_used_mib") or 0 for gpu in run.gpu_states), default=0)
     if in_use_mib > MAX_MEMORY_IN_USE_MIB:
         yield f"GPU memory in use when the run started: {in_use_mib / 1024:.0f} GiB"
-    for gpu in run.gpu_states:
-        if text(gpu, "throttle_reasons"):
-            yield f"the GPU was slowed down when the run started: {text(gpu, 'throttle_reasons')}"
 
 
 def num_other_gpu_processes(run: Run) -> int:
     """Processes on the run's GPUs at its start that are not its own."""
     processes = lookup(run.environment, "cuda", "processes")
-    pids = [_pid(process) for process in processes] if isinstance(processes, list) else []
+    found = (
+        [process for process in processes if isinstance(process, Mapping)]
+        if isinstance(processes, list)
+        else []
+    )
     own = number(run.status_record, "pid")
-    return sum(pid is not None and pid != own for pid in pids)
-
-
-def _pid(process: object) -> float | None:
-    """Of a record with the key pid, or of a line of nvidia-smi that begins with it."""
-    if isinstance(process, dict):
-        return number(process, "pid")
-    head = str(process).partition(",")[0].strip()
-    return float(head) if head.isdigit() else None
+    return sum(number(process, "pid") not in (None, own) for process in found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cbexp.report.run import Run
@@ -26,12 +26,19 @@ def label_runs(runs: Sequence[Run]) -> dict[Path, str]:
 
     `defaults` is a run that sets nothing while others do.
     """
-    labels = [_short_label(run, runs) for run in runs]
+    labels = [_differing_words(run, runs) for run in runs]
     counts = Counter(labels)
     return {
         run.folder: label if counts[label] == 1 else f"{label} ({_distinct_folder(run, runs)})"
         for run, label in zip(runs, labels, strict=True)
     }
+
+
+def short_labels(labels: Sequence[str]) -> dict[str, str]:
+    """Label -> the same for narrow places: settings without the groups that they are in, where that stays clear."""
+    keys = {word.partition("=")[0] for label in labels for word in label.split(" ") if "=" in word}
+    ends = Counter(key.rpartition(".")[2] for key in keys)
+    return {label: " ".join(_short_word(word, ends) for word in label.split(" ")) for label in labels}
 
 
 def key_of(override: str) -> str:
@@ -44,7 +51,13 @@ def telling_overrides(run: Run) -> list[str]:
     return [word for word in run.overrides if key_of(word).split(".")[0] not in IDLE_KEYS]
 
 
-def _short_label(run: Run, runs: Sequence[Run]) -> str:
+def _short_word(word: str, ends: Mapping[str, int]) -> str:
+    key, equals, value = word.partition("=")
+    end = key.rpartition(".")[2]
+    return f"{end}{equals}{value}" if equals and ends[end] == 1 else word
+
+
+def _differing_words(run: Run, runs: Sequence[Run]) -> str:
     words = telling_overrides(run)
     common = set.intersection(*(set(telling_overrides(other)) for other in runs))
     differing = [word for word in words if word not in common]

@@ -16,6 +16,7 @@ from cbexp.report.status import resolve_status
 
 RUN_FILES = ("status.json", "summary.json", "rounds.jsonl", "cell.json")
 SWEEP_FILE = "sweep.json"
+EARLIER_ATTEMPTS = "attempts"  # of a cell that was run again
 
 
 def load_runs(paths: Sequence[Path]) -> list[Run]:
@@ -40,17 +41,21 @@ def load_runs(paths: Sequence[Path]) -> list[Run]:
 
 def _load_below(root: Path) -> Iterator[Run]:
     """Runs of a tree: the cells of a sweep where its first folder is met, other runs in order of their names."""
+    loaded: set[Path] = set()
     for folder, names, files in os.walk(root):
         names.sort(key=_natural_order)
         path = Path(folder)
-        if SWEEP_FILE in files:
-            yield from _load_cells(path)
-        if any(name in files for name in RUN_FILES):
-            yield load_run(path)
+        runs = list(_load_cells(path)) if SWEEP_FILE in files else []
+        if path not in loaded and any(name in files for name in RUN_FILES):
+            runs.append(load_run(path))
+        if path in loaded or runs:
+            names[:] = [name for name in names if name != EARLIER_ATTEMPTS]
+        loaded |= {run.folder for run in runs}
+        yield from runs
 
 
-def load_run(folder: Path, cell: Mapping[str, Any] | None = None) -> Run:
-    """Read one run's folder; `cell` is what the sweep says of it, for a folder that does not tell itself."""
+def load_run(folder: Path, cell: Mapping[str, Any] | None = None, sweep_name: str | None = None) -> Run:
+    """Read one run's folder; `cell` and `sweep_name` are what its sweep says, for folders that do not tell it."""
     reader = Reader(folder)
     cell = reader.read_object("cell.json") or cell or {}
     status, summary = reader.read_object("status.json"), reader.read_object("summary.json")
@@ -58,10 +63,10 @@ def load_run(folder: Path, cell: Mapping[str, Any] | None = None) -> Run:
     if not any((folder / name).exists() for name in RUN_FILES[:-1]):
         shown, message = "not_started", None
     overrides = _overrides(reader, cell)
-    rounds = _timed_rounds(reader)
+    rounds, warmup_rounds_s = _read_rounds(reader)
     return Run(
         folder=folder,
-        name=text(summary or {}, "name") or folder.name,
+        name=text(summary or {}, "name") or sweep_name or folder.name,
         status=shown,
         message=message,
         overrides=overrides,
@@ -71,6 +76,7 @@ def load_run(folder: Path, cell: Mapping[str, Any] | None = None) -> Run:
         engine=reader.read_object("engine.json") or {},
         environment=reader.read_object("environment.json") or {},
         rounds=rounds,
+        warmup_rounds_s=warmup_rounds_s,
         remarks=tuple(reader.remarks),
     )
 
@@ -81,7 +87,7 @@ def _load_cells(sweep_folder: Path) -> Iterator[Run]:
     for cell in cells if isinstance(cells, list) else []:
         folder = text(cell, "folder") if isinstance(cell, Mapping) else None
         if folder:
-            yield load_run(_locate(sweep_folder, Path(folder)), cell)
+            yield load_run(_locate(sweep_folder, Path(folder)), cell, text(sweep, "name"))
 
 
 def _locate(sweep_folder: Path, folder: Path) -> Path:
@@ -103,16 +109,18 @@ def _command(overrides: Sequence[str]) -> str | None:
     return shlex.join(["python", "-m", "cbexp", *overrides]) if overrides else None
 
 
-def _timed_rounds(reader: Reader) -> tuple[TimedRound, ...]:
-    found = (_timed_round(row) for row in reader.read_rows("rounds.jsonl"))
-    return tuple(timed for timed in found if timed is not None)
-
-
-def _timed_round(row: Mapping[str, Any]) -> TimedRound | None:
-    wall_s, num_tokens = number(row, "wall_s"), number(row, "num_output_tokens")
-    if row.get("is_warmup") is not False or wall_s is None or wall_s <= 0 or num_tokens is None:
-        return None
-    return TimedRound(wall_s, num_tokens, row)
+def _read_rounds(reader: Reader) -> tuple[tuple[TimedRound, ...], float]:
+    """The timed rounds, and the seconds of the warmup rounds."""
+    timed, warmup_s = [], 0.0
+    for row in reader.read_rows("rounds.jsonl"):
+        wall_s, num_tokens = number(row, "wall_s"), number(row, "num_output_tokens")
+        if wall_s is None or wall_s <= 0 or num_tokens is None:
+            continue
+        if row.get("is_warmup") is False:
+            timed.append(TimedRound(wall_s, num_tokens, row))
+        else:
+            warmup_s += wall_s
+    return tuple(timed), warmup_s
 
 
 def _natural_order(name: str) -> tuple[int, str]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cbexp.report.agreement import same_completions_share
 from cbexp.report.baseline import choose_baselines, ratio_of
 from cbexp.report.labels import label_runs
 from cbexp.report.run import Run
@@ -32,15 +33,17 @@ FIGURES: Mapping[str, tuple[str, ...]] = {
     "capture_s": ("capture_s",),
     "total_s": ("durations_s", "total"),
 }
+Row = dict[str, Any]
 FACTS = ("model", "dataset", "backend", "device", "dtype", "compile_mode", "attn_impl", "lora_adapter")
 
 
-def run_rows(runs: Sequence[Run], baseline: str | None = None) -> list[dict[str, Any]]:
+def run_rows(runs: Sequence[Run], baseline: str | None = None) -> list[Row]:
     """A row for each run, the fastest first, then those without a throughput in their given order.
 
     Keys of every row: label, status, message, the names of `FIGURES` (numbers or None; seconds, GiB, shares in [0, 1]),
-    ratio with ratio_low and ratio_high (its interval), is_baseline, baseline (the label of the run that it is a ratio
-    to), are_rounds_identical, workload_hash, the names of `FACTS`, overrides (one string), command, folder.
+    ratio with ratio_low and ratio_high (its interval), is_baseline, same_completions_share (with the baseline),
+    baseline (the label of the run that the ratio is to), are_rounds_identical, workload_hash, the names of `FACTS`,
+    overrides (one string), command, folder.
 
     Raises:
         ReportError: `baseline` names no run, or several.
@@ -81,5 +84,6 @@ def _ratio(run: Run, labels: Mapping[Path, str], baselines: Mapping[str, Run]) -
         "ratio_low": None if interval is None else interval.low,
         "ratio_high": None if interval is None else interval.high,
         "is_baseline": base is not None and base.folder == run.folder,
+        "same_completions_share": None if base is None or base is run else same_completions_share(run, base),
         "baseline": None if ratio is None or base is None else labels[base.folder],
     }

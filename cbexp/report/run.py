@@ -47,6 +47,7 @@ class Run:
     engine: Mapping[str, Any]
     environment: Mapping[str, Any]
     rounds: tuple[TimedRound, ...]
+    warmup_rounds_s: float
     remarks: tuple[str, ...]
 
     @property

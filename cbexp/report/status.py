@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping
-from datetime import datetime
 from typing import Any
 
-import psutil
-
-from cbexp.report.json_files import number, text
-
-CLOCK_TOLERANCE_S = 2.0  # started_at has whole seconds and is written a little after the process started
+from cbexp.report.json_files import text
+from cbexp.run_status import find_live_owner
 
 
 def resolve_status(
@@ -26,30 +21,6 @@ def resolve_status(
         return "unreadable", "no status.json that can be read, and no summary.json"
     if written == "completed" and summary is None:
         return "unreadable", "status.json says completed, but there is no summary.json that can be read"
-    if written == "running" and status is not None and _is_process_gone(status):
-        host = text(status, "host") or "its host"
-        return "killed", f"status.json says running, but its process is gone from {host}"
+    if written == "running" and find_live_owner(status) is None:
+        return "killed", "status.json says running, but its process is gone and left no reason"
     return written, message
-
-
-def _is_process_gone(status: Mapping[str, Any]) -> bool:
-    """Whether the process that wrote this status lives no more; unknown, so False, when it was another host's."""
-    pid = number(status, "pid")
-    if pid is None or text(status, "host") != socket.gethostname():
-        return False
-    try:
-        process = psutil.Process(int(pid))
-        return process.status() == psutil.STATUS_ZOMBIE or _began_after(process, text(status, "started_at"))
-    except psutil.NoSuchProcess:
-        return True
-    except (psutil.AccessDenied, ValueError):
-        return False
-
-
-def _began_after(process: psutil.Process, started_at: str | None) -> bool:
-    """Whether a process is younger than the run, so that the number has been given out again."""
-    try:
-        started_s = datetime.fromisoformat(started_at or "").timestamp()
-    except ValueError:
-        return False
-    return process.create_time() > started_s + CLOCK_TOLERANCE_S

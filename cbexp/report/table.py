@@ -5,18 +5,15 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from cbexp.report.baseline import OTHER_WORK
 from cbexp.report.errors import ReportError
-from cbexp.report.rows import run_rows
+from cbexp.report.rows import Row, run_rows
 from cbexp.report.run import Run
 from cbexp.report.text_table import format_columns
 
 HEADERS = ("#", "cell", "status", "output tok/s", "spread", "ratio", "memory", "roofline", "accuracy")
-
-Row = Mapping[str, Any]
 
 
 def format_table(runs: Sequence[Run], baseline: str | None = None) -> str:
@@ -81,9 +78,32 @@ def format_numbers(numbers: Sequence[int]) -> str:
     return ", ".join(f"#{low}" if low == high else f"#{low}-{high}" for low, high in spans)
 
 
-def _some_rows(runs: Sequence[Run], baseline: str | None) -> list[dict[str, Any]]:
+def name_by_number(rows: Sequence[Row]) -> Callable[[Sequence[Run]], str]:
+    """A function that names runs by their numbers in the table of `rows`; all of them by `all`."""
+    numbers = {row["folder"]: number for number, row in enumerate(rows, start=1)}
+
+    def name(some: Sequence[Run]) -> str:
+        return (
+            "all"
+            if len(some) == len(rows) > 1
+            else format_numbers([numbers[str(run.folder)] for run in some])
+        )
+
+    return name
+
+
+def require_runs(runs: Sequence[Run]) -> None:
+    """Refuse a report of nothing.
+
+    Raises:
+        ReportError: there is no run.
+    """
     if not runs:
         raise ReportError("no runs: none of the folders holds status.json, summary.json or sweep.json.")
+
+
+def _some_rows(runs: Sequence[Run], baseline: str | None) -> list[Row]:
+    require_runs(runs)
     return run_rows(runs, baseline)
 
 

@@ -8,7 +8,7 @@ from cbexp.report.environments import format_notes
 from cbexp.report.failures import format_failures
 from cbexp.report.rows import run_rows
 from cbexp.report.run import Run
-from cbexp.report.table import format_numbers, format_table
+from cbexp.report.table import format_table, name_by_number
 
 
 def format_report(runs: Sequence[Run], baseline: str | None = None) -> str:
@@ -18,12 +18,5 @@ def format_report(runs: Sequence[Run], baseline: str | None = None) -> str:
         ReportError: there is no run, or `baseline` names none or several.
     """
     table = format_table(runs, baseline)
-    numbers = {row["folder"]: number for number, row in enumerate(run_rows(runs, baseline), start=1)}
-
-    def describe(some: Sequence[Run]) -> str:
-        if len(some) == len(runs):
-            return "all"
-        return format_numbers([numbers[str(run.folder)] for run in some])
-
-    parts = [table, format_failures(runs), format_notes(runs, describe)]
+    parts = [table, format_failures(runs), format_notes(runs, name_by_number(run_rows(runs, baseline)))]
     return "\n".join(part for part in parts if part)

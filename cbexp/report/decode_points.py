@@ -1,0 +1,116 @@
+"""Where a run's decoding lies in the plane of batch, context and throughput, and the ceiling that memory sets there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cbexp.report.json_files import Reader, lookup, number
+from cbexp.report.run import Run
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """The memory roofline of one model on one card: output tokens per second = batch x bandwidth / bytes of a step.
+
+    A step reads `weight_bytes` once and for every row the keys and values of its context, of which the layers with a
+    sliding window read no more than that.
+    """
+
+    bandwidth_bytes_per_s: float
+    weight_bytes: float
+    kv_bytes_per_token: float
+    sliding_share: float
+    window: float | None
+
+    def tokens_per_s(self, batch: float, context: float) -> float:
+        """The most output tokens per second that memory allows at this batch and context."""
+        step_bytes = self.weight_bytes + batch * self.kv_bytes(context)
+        return batch * self.bandwidth_bytes_per_s / step_bytes
+
+    def kv_bytes(self, context: float) -> float:
+        """Bytes of keys and values that one row of `context` tokens reads in a step."""
+        seen = min(context, self.window) if self.window else context
+        return self.kv_bytes_per_token * ((1 - self.sliding_share) * context + self.sliding_share * seen)
+
+
+@dataclass(frozen=True)
+class DecodePoint:
+    """Mean batch and context of a run's decode steps, and the output tokens per second of decoding alone."""
+
+    batch: float
+    context: float | None
+    tokens_per_s: float
+    ceiling: Ceiling | None
+
+    @property
+    def ceiling_tokens_per_s(self) -> float | None:
+        """What memory allows at this point."""
+        if self.ceiling is None or self.context is None:
+            return None
+        return self.ceiling.tokens_per_s(self.batch, self.context)
+
+
+def find_decode_point(run: Run) -> DecodePoint | None:
+    """The point of a completed run whose driver tells of its steps; None without.
+
+    The bytes of a step come from the run's own roofline fraction, which the engine counted weight by weight.
+    """
+    step_s, batch = run.figure("decode_step_s", "mean"), _mean_decode_batch(run)
+    if not run.is_completed or not step_s or not batch:
+        return None
+    context = _mean_context(run)
+    return DecodePoint(batch, context, batch / step_s, _ceiling(run, batch, context, step_s))
+
+
+def _ceiling(run: Run, batch: float, context: float | None, step_s: float) -> Ceiling | None:
+    bandwidth, fraction = run.figure("bandwidth_bytes_per_s"), run.figure("roofline_fraction")
+    plan = lookup(run.engine, "plan")
+    kv_bytes = number(plan, "kv_bytes_per_token") if isinstance(plan, Mapping) else None
+    if not bandwidth or not fraction or not kv_bytes or context is None:
+        return None
+    without_weights = Ceiling(bandwidth, 0.0, kv_bytes, _sliding_share(plan), number(plan, "sliding_window"))
+    step_bytes = fraction * bandwidth * step_s
+    weight_bytes = step_bytes - batch * without_weights.kv_bytes(context)
+    if weight_bytes <= 0:
+        return None
+    return Ceiling(bandwidth, weight_bytes, kv_bytes, without_weights.sliding_share, without_weights.window)
+
+
+def _sliding_share(plan: Mapping[str, Any]) -> float:
+    num_sliding, num_full = number(plan, "num_sliding_layers") or 0, number(plan, "num_full_layers") or 0
+    return num_sliding / (num_sliding + num_full) if num_sliding else 0.0
+
+
+def _mean_decode_batch(run: Run) -> float | None:
+    batches = [number(timed.record, "steps", "mean_decode_batch") for timed in run.rounds]
+    known = sorted(batch for batch in batches if batch is not None)
+    return known[len(known) // 2] if known else run.figure("mean_batch")
+
+
+def _mean_context(run: Run) -> float | None:
+    """Tokens before and at an average decoded token: `cbexp.metrics.mean_decode_context`.
+
+    Without records of requests it is known where all have the same length: prompt + new tokens / 2.
+    """
+    num_decoded, num_read = 0.0, 0.0
+    timed = {number(timed.record, "round_index") for timed in run.rounds}
+    for row in Reader(run.folder).read_rows("requests.jsonl"):
+        num_prompt, num_new = number(row, "num_prompt_tokens"), number(row, "num_tokens")
+        if num_prompt is None or not num_new or number(row, "round_index") not in timed:
+            continue
+        num_decoded += num_new - 1
+        num_read += (num_new - 1) * num_prompt + num_new * (num_new - 1) / 2
+    if num_decoded:
+        return num_read / num_decoded
+    return _context_of_fixed_length(run)
+
+
+def _context_of_fixed_length(run: Run) -> float | None:
+    num_prompt_tokens, num_requests = run.figure("num_prompt_tokens"), run.figure("num_requests")
+    num_new = run.figure("max_new_tokens")
+    is_known = run.fact("is_fixed_length") is True and not run.fact("has_limits_per_prompt")
+    if not is_known or num_prompt_tokens is None or not num_requests or num_new is None:
+        return None
+    return num_prompt_tokens / num_requests + num_new / 2

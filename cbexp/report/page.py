@@ -1,0 +1,108 @@
+"""The report as one self-contained HTML page: opens without a network, light or dark as the reader's system is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib import resources
+from typing import Any
+
+import jinja2
+
+from cbexp.report import bootstrap
+from cbexp.report.doubts import find_doubts
+from cbexp.report.environments import find_differences, shared_facts
+from cbexp.report.errors import ReportError
+from cbexp.report.failures import describe_reason, without_figures
+from cbexp.report.json_files import Reader
+from cbexp.report.labels import label_runs, short_labels
+from cbexp.report.page_charts import charts_of_all, throughput_of_works
+from cbexp.report.page_table import columns_for
+from cbexp.report.rows import Row, run_rows
+from cbexp.report.run import Run
+from cbexp.report.table import describe_baselines, name_by_number, require_runs
+from cbexp.report.time_use import MEANINGS
+from cbexp.report.works import find_works
+
+MAX_LOG_LINES = 25
+
+
+def build_page(runs: Sequence[Run], baseline: str | None = None) -> str:
+    """The page as text.
+
+    Raises:
+        ReportError: there is no run, `baseline` names none or several, or plotly is not installed.
+    """
+    require_runs(runs)
+    plotly = _load_plotly()
+    rows = run_rows(runs, baseline)
+    values = {**_results(runs, rows, baseline), **_circumstances(runs, rows), "plotly": plotly}
+    return _environment().get_template("page.html").render(values)
+
+
+def _results(runs: Sequence[Run], rows: Sequence[Row], baseline: str | None) -> dict[str, Any]:
+    works = find_works(rows, runs)
+    throughput, others = throughput_of_works(works, rows), charts_of_all(runs, rows, works)
+    return {
+        "title": _title(runs),
+        "made_at": datetime.now(UTC),
+        "rows": rows,
+        "columns": columns_for(rows),
+        "short": short_labels([row["label"] for row in rows]),
+        "run_of": {str(run.folder): run for run in runs},
+        "works": works,
+        "letter_of": {row["folder"]: work.letter for work in works for row in work.rows},
+        "throughput": throughput,
+        "charts": others,
+        "figures": {chart.chart_id: chart.figure for chart in [*throughput.values(), *others]},
+        "baselines": describe_baselines(rows, baseline),
+        "rule": bootstrap.RULE,
+        "phases": MEANINGS,
+    }
+
+
+def _title(runs: Sequence[Run]) -> str:
+    """The names of the experiments; those of folders only where no run got far enough to have another."""
+    names = [run.name for run in runs if run.is_completed] or [run.name for run in runs]
+    return " + ".join(dict.fromkeys(names))
+
+
+def _circumstances(runs: Sequence[Run], rows: Sequence[Row]) -> dict[str, Any]:
+    name, labels = name_by_number(rows), label_runs(runs)
+    differences = find_differences(runs)
+    return {
+        "without_figures": [_ending(run, labels[run.folder], name([run])) for run in without_figures(runs)],
+        "num_failures": sum(run.is_failure for run in runs),
+        "doubts": [(doubt, name(concerned)) for doubt, concerned in find_doubts(runs).items()],
+        "differences": [
+            (difference.fact, [(value, name(having)) for value, having in difference.values.items()])
+            for difference in differences
+        ],
+        "shared": shared_facts(runs),
+    }
+
+
+def _ending(run: Run, label: str, number: str) -> Mapping[str, Any]:
+    reader = Reader(run.folder)
+    log = reader.read_tail("log.txt", MAX_LOG_LINES) or reader.read_tail("traceback.txt", MAX_LOG_LINES)
+    return {"run": run, "label": label, "number": number, "reason": describe_reason(run), "log": log}
+
+
+def _environment() -> jinja2.Environment:
+    return jinja2.Environment(
+        loader=jinja2.PackageLoader("cbexp.report", "assets"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
+def _load_plotly() -> str:
+    try:
+        return resources.files("plotly").joinpath("package_data/plotly.min.js").read_text(encoding="utf-8")
+    except (ModuleNotFoundError, FileNotFoundError) as error:
+        raise ReportError(
+            "--html draws its charts with plotly, which is not installed here: pip install 'cbexp[report]'. "
+            "The table, --csv, --json and --markdown work without it."
+        ) from error

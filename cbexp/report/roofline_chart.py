@@ -1,0 +1,121 @@
+"""Decode throughput against batch and against context, below the ceiling that memory bandwidth sets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from cbexp.report.charts import Chart, Figure, Shown, build_chart, hover, log_scale, value_axis
+from cbexp.report.decode_points import DecodePoint
+from cbexp.report.roofline_curves import Curve, curves_over_batch, curves_over_context
+
+HEIGHT_PX = 400
+LOG_FROM = 12.0  # rates further apart than this would leave the slow ones on the ground of a linear axis
+WITH_CEILING = (
+    "The line is the memory roofline: batch times measured bandwidth / bytes of a step (weights once, keys and values "
+    "of every row)."
+)
+WITHOUT_CEILING = "No roofline: memory bandwidth is measured on GPUs only."
+
+Points = Sequence[Shown[DecodePoint]]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One of the two panels: its axis, the points that it can show with their place on it, and its curves."""
+
+    axis: str
+    points: Points
+    xs: Sequence[float]
+    find_curves: Callable[[Sequence[DecodePoint], float, float], list[Curve]]
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """From half the least to twice the largest place."""
+        return (min(self.xs) / 2, max(self.xs) * 2) if self.xs else (1.0, 2.0)
+
+
+def build_roofline_chart(points: Points, has_winner: bool) -> Chart:
+    """Two panels; without a measured bandwidth, as on a CPU, the points alone. The first point may be the winner."""
+    with_context = [shown for shown in points if shown.value.context is not None]
+    panels = [
+        Panel("x", points, [shown.value.batch for shown in points], curves_over_batch),
+        Panel(
+            "x2", with_context, [shown.value.context or 1.0 for shown in with_context], curves_over_context
+        ),
+    ]
+    data = [trace for panel in panels for trace in [*_curves(panel), _dots(panel, has_winner)]]
+    layout = {
+        "grid": {"rows": 1, "columns": 2, "subplots": [["xy", "x2y"]]},
+        "xaxis": _span_axis("requests in a decode step (mean)", panels[0], [0, 0.485]),
+        "xaxis2": _span_axis("tokens of context at a decode step (mean)", panels[1], [0.515, 1]),
+        "yaxis": value_axis("output tokens/s while decoding", **_rate_scale(points)),
+        "showlegend": False,
+    }
+    has_ceiling = any(shown.value.ceiling for shown in points)
+    caption = "Decode steps alone, prompts not counted; numbers are those of the table. "
+    caption += WITH_CEILING if has_ceiling else WITHOUT_CEILING
+    return build_chart("roofline", "Throughput against batch and context", caption, data, layout, HEIGHT_PX)
+
+
+def _dots(panel: Panel, has_winner: bool) -> Figure:
+    colors = ["--fastest" if has_winner and shown.number == 1 else "--dot" for shown in panel.points]
+    return {
+        "type": "scatter",
+        "mode": "markers+text",
+        "x": list(panel.xs),
+        "y": [shown.value.tokens_per_s for shown in panel.points],
+        "text": [f"  #{shown.number}" for shown in panel.points],
+        "textposition": "middle right",
+        "textfont": {"size": 12, "color": "--muted"},
+        "marker": {"size": 11, "color": colors, "line": {"width": 1.5, "color": "--card"}},
+        "hovertext": [_hover(shown) for shown in panel.points],
+        "hoverinfo": "text",
+        "xaxis": panel.axis,
+        "yaxis": "y",
+    }
+
+
+def _hover(shown: Shown[DecodePoint]) -> str:
+    point = shown.value
+    lines = {"decoding": f"{point.tokens_per_s:,.0f} output tokens/s", "batch": f"{point.batch:.3g}"}
+    if point.context is not None:
+        lines["context"] = f"{point.context:,.0f} tokens"
+    if point.ceiling_tokens_per_s is not None:
+        lines["memory allows"] = f"{point.ceiling_tokens_per_s:,.0f} output tokens/s"
+        lines["reached"] = f"{point.tokens_per_s / point.ceiling_tokens_per_s:.1%}"
+    return hover(f"#{shown.number} {shown.label}", lines)
+
+
+def _curves(panel: Panel) -> list[Figure]:
+    curves = panel.find_curves([shown.value for shown in panel.points], *panel.span)
+    return [
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "x": curve.xs,
+            "y": curve.tokens_per_s,
+            "line": {"color": "--roof", "width": 2, "dash": "dot"},
+            "hovertext": f"memory roofline, {curve.name}",
+            "hoverinfo": "text+y",
+            "xaxis": panel.axis,
+            "yaxis": "y",
+        }
+        for curve in curves
+    ]
+
+
+def _rate_scale(points: Points) -> Figure:
+    rates = [shown.value.tokens_per_s for shown in points]
+    ceilings = [ceiling for shown in points if (ceiling := shown.value.ceiling_tokens_per_s) is not None]
+    low, high = min(rates), max([*rates, *ceilings])
+    return log_scale(low / 2, high * 2) if high / low > LOG_FROM else {"range": [0, high * 1.15]}
+
+
+def _span_axis(title: str, panel: Panel, domain: Sequence[float]) -> Figure:
+    """A logarithmic axis with ticks at the powers of two."""
+    low, high = panel.span
+    powers = range(math.ceil(math.log2(low)), math.floor(math.log2(high)) + 1)
+    scale = log_scale(low, high) | {"tickvals": [2.0**power for power in powers]}
+    return value_axis(title, **scale, domain=list(domain))
