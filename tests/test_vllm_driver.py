@@ -167,7 +167,9 @@ def test_what_vllm_prints_is_in_its_log(make_driver, fake):
     driver, prompts = make_driver()
     driver.add_requests(prompts)
     driver.drive_until_empty()
-    log = (fake.tmp_path / "vllm.log").read_text()
+    log_path = fake.tmp_path / "vllm.log"
+    wait_until(lambda: "the engine's process prints" in log_path.read_text())
+    log = log_path.read_text()
     for line in (
         "prints on stdout when it is imported",
         "descriptor of stdout",

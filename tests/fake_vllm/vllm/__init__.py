@@ -4,14 +4,15 @@ A completion token is (the prompt's sum + its place in the completion) % 97: `co
 """
 
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
+from vllm import engine_core
 from vllm.misbehaviour import asked, note
 
 print("vLLM prints on stdout when it is imported")
@@ -57,7 +58,9 @@ class LLM:
         start_misbehaviour(arguments)
         os.write(1, b'{"event": "a line on the descriptor of stdout"}\n')
         note("start", {"model": model, **arguments})
-        self.engine_core = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        method = os.environ["VLLM_WORKER_MULTIPROC_METHOD"]
+        self.engine_core = multiprocessing.get_context(method).Process(target=engine_core.run, daemon=True)
+        self.engine_core.start()
         note("engine_core", self.engine_core.pid)
         cache = SimpleNamespace(block_size=16, num_gpu_blocks=1000, enable_prefix_caching=True)
         self.llm_engine = SimpleNamespace(vllm_config=SimpleNamespace(cache_config=cache))
