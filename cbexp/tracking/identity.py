@@ -32,8 +32,9 @@ def refuse_sweep_under_agent(sweep: SweepInfo | None) -> None:
 
 def find_cell_run_id(run_dir: Path) -> str | None:
     """Return the run id of the cell in `run_dir`, the same whenever its sweep is resumed; None outside of a sweep."""
-    sweep_id = find_sweep_run_id(run_dir.parent)
     cell = _load(run_dir / CELL_FILE)
+    sweep_ids = map(find_sweep_run_id, run_dir.absolute().parents)  # hydra.sweep.subdir may nest
+    sweep_id = next((found for found in sweep_ids if found is not None), None)
     if sweep_id is None or cell is None:
         return None
     return _digest(sweep_id, cell["index"], cell["cell_hash"])

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import wandb
 
 COMPLETION_COLUMNS = ("round_index", "request_id", "finish_reason", "verdict", "text")
+RECORD_PREFIX = "run-"  # a file summary.json would pass for a run of its own inside the run directory
 EXIT_INTERRUPTED = 255  # wandb's own for Ctrl-C
 
 
@@ -153,7 +154,7 @@ def _log_records(run: wandb.Run, summary: Mapping[str, Any]) -> None:
     paths = _write_records(run, summary)
     artifact = wandb.Artifact(f"records-{run.id}", type="records")
     for path in paths:
-        artifact.add_file(str(path), policy="immutable")
+        artifact.add_file(str(path), name=path.name.removeprefix(RECORD_PREFIX), policy="immutable")
     try:
         run.log_artifact(artifact)
     except Exception:
@@ -166,9 +167,10 @@ def _write_records(run: wandb.Run, summary: Mapping[str, Any]) -> list[Path]:
     folder = Path(run.settings.sync_dir) / "records"
     folder.mkdir()
     contents = {"summary.json": dict(summary), "config.json": dict(run.config)}
-    for name, values in contents.items():
-        (folder / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    return [folder / name for name in contents]
+    paths = {folder / f"{RECORD_PREFIX}{name}": values for name, values in contents.items()}
+    for path, values in paths.items():
+        path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    return list(paths)
 
 
 def _sync_command(run: wandb.Run) -> str:

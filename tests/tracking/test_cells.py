@@ -64,6 +64,14 @@ def test_cell_of_a_resumed_sweep_continues_its_run(sweep_folder):
     assert id_of(make_cell(sweep_folder, 1)) == before
 
 
+def test_cell_in_a_nested_folder_is_known_again(sweep_folder):
+    ids = []
+    for attempt in ("a", "b"):
+        (sweep_folder / attempt).mkdir()
+        ids.append(id_of(make_cell(sweep_folder, 1, f"{attempt}/seed=1")))
+    assert ids[0] == ids[1]
+
+
 def test_same_cell_of_another_sweep_is_another_run(sweep_folder, tmp_path):
     before = id_of(make_cell(sweep_folder, 1))
     other = tmp_path / "2026-01-02_03-04-05-999999"

@@ -47,6 +47,7 @@ def test_summary_and_configuration_are_an_artifact_whose_files_lie_in_the_run_fo
     assert set(paths) == {"summary.json", "config.json"}
     assert json.loads(paths["summary.json"].read_text()) == a_summary(accuracy=None)
     assert json.loads(paths["config.json"].read_text()) == config
+    assert list(run_dir.rglob("summary.json")) == [], "a report would take it for a second run"
     assert all(path.is_absolute() and path.is_relative_to(run_dir / "wandb") for path in paths.values())
 
 

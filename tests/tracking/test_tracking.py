@@ -315,7 +315,7 @@ def test_server_lost_in_the_middle_loses_no_round(run_dir, server):
     found = read_back(run_dir, "run-*")
     assert [row["round"] for row in found.history if "wall_s" in row] == [0, 1]
     assert found.summary["decode_tps"] == found.summary["objective"] == 1.0
-    assert {"records/summary.json", "records/config.json"} <= found.saved_files
+    assert {"records/run-summary.json", "records/run-config.json"} <= found.saved_files
 
 
 # wandb itself breaks
