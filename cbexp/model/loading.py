@@ -166,7 +166,7 @@ def describe_model(config: ModelConfig) -> LoadedModel:
 def _read_generation_config(config: ModelConfig, model: PreTrainedModel) -> None:
     """A checkpoint's own, where it has one."""
     source = model_source(config)
-    revision = {} if source.revision is None else {"revision": source.revision}
+    revision: dict[str, Any] = {} if source.revision is None else {"revision": source.revision}
     with suppress(OSError):  # as transformers does when it loads the weights
         model.generation_config = GenerationConfig.from_pretrained(source.name, **revision)
 
