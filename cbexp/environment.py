@@ -138,7 +138,7 @@ def _cpu_model() -> str | None:
 
 
 def _describe_cuda() -> dict[str, Any]:
-    """`gpu_states` and `processes` are of this process's GPUs, this process among them; `host_gpus` of the machine's."""
+    """`gpu_states` and `processes` are of this process's GPUs, itself among them; `host_gpus` of the machine's."""
     drivers = _query_nvidia_smi("--query-gpu=driver_version")
     devices = [_describe_gpu(index) for index in range(torch.cuda.device_count())]
     uuids = [device["uuid"] for device in devices]

@@ -1,0 +1,180 @@
+"""Runs are read in whatever state their folders are, and nothing that is there is left out."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cbexp.report import ReportError, format_table, load_runs, run_rows
+from cbexp.report.page import build_page
+
+REFERENCE = Path(__file__).parents[2] / "outputs/reference"
+
+
+def load_one(folder):
+    (run,) = load_runs([folder])
+    return run
+
+
+def test_completed_run_has_its_figures(make_run):
+    run = load_one(make_run("one", ["model=tiny", "compile=eager"]))
+    assert run.status == "completed"
+    assert run.output_tokens_per_s == pytest.approx(100 / 1.2)
+    assert [timed.wall_s for timed in run.rounds] == [1.0, 1.1, 1.2, 1.3, 1.4]
+    assert run.warmup_rounds_s == 2.0
+    assert run.command == "python -m cbexp model=tiny compile=eager"
+
+
+def test_recorded_runs_are_found_with_what_they_were_measured_at():
+    runs = load_runs([REFERENCE])
+    rates = {run.folder.name: run.output_tokens_per_s for run in runs}
+    assert len(runs) >= 5
+    for run in runs:
+        recorded = json.loads((run.folder / "summary.json").read_text())
+        assert rates[run.folder.name] is not None
+        assert run.output_tokens_per_s == recorded["output_tokens_per_s"]["median"]
+        assert run.overrides
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda folder: (folder / "summary.json").write_text('{"status": "comp'),
+        lambda folder: (folder / "summary.json").write_text("[1, 2]"),
+        lambda folder: (folder / "summary.json").write_bytes(b"\x00\xff\xfe" * 100),
+        lambda folder: (folder / "summary.json").unlink(),
+        lambda folder: (folder / "status.json").write_text(""),
+        lambda folder: (folder / "status.json").write_text('{"status": 7}'),
+        lambda folder: (folder / "rounds.jsonl").write_text(
+            '{"round_index": 0, "wall_s": "x"}\nnot json\n{"torn'
+        ),
+        lambda folder: (folder / "rounds.jsonl").write_text("[" * 100_000 + "\n"),
+        lambda folder: (folder / "environment.json").write_text("null"),
+        lambda folder: (folder / "environment.json").write_text(
+            '{"cuda": [], "cpu": 3, "versions": [], "source": "x"}'
+        ),
+        lambda folder: (folder / "cell.json").write_text('{"overrides": {"a": 1}, "command": 5}'),
+        lambda folder: (folder / "summary.json").write_text(
+            '{"workload_hash": 3, "output_tokens_per_s": 7, "durations_s": [1], "warnings": {"a": 1}}'
+        ),
+        lambda folder: (folder / "summary.json").write_text(
+            '{"workload_hash": "a", "output_tokens_per_s": {"median": NaN, "min": Infinity}}'
+        ),
+        lambda folder: [(folder / name).unlink() for name in os.listdir(folder) if name != "rounds.jsonl"],
+    ],
+)
+def test_damaged_folder_is_reported_and_hides_no_other(make_run, damage):
+    whole, damaged = make_run("whole", ["compile=eager"]), make_run("damaged", ["compile=default"])
+    damage(damaged)
+    runs = load_runs([whole, damaged])
+    assert [run.folder.name for run in runs] == ["whole", "damaged"]
+    assert "compile=eager" in format_table(runs)
+    assert run_rows(runs)[0]["folder"] == str(whole)
+    assert "</html>" in build_page(runs)
+
+
+def test_completed_without_a_summary_is_not_taken_for_completed(make_run):
+    folder = make_run("one")
+    (folder / "summary.json").unlink()
+    run = load_one(folder)
+    assert run.status == "unreadable"
+    assert run.is_failure
+    assert "summary.json" in run.message
+
+
+def test_figures_of_a_run_that_did_not_complete_do_not_count(make_run):
+    folder = make_run("one", status="failed", message="no luck")
+    (folder / "summary.json").write_text('{"output_tokens_per_s": {"median": 99.0}, "workload_hash": "a"}')
+    (row,) = run_rows(load_runs([folder]))
+    assert row["output_tokens_per_s"] is None
+    assert row["message"] == "no luck"
+
+
+def test_process_that_is_gone_counts_as_killed(make_run):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    folder = make_run("one", status="running")
+    status = {
+        "status": "running",
+        "pid": gone.pid,
+        "host": socket.gethostname(),
+        "started_at": "2026-01-01T00:00:00+00:00",
+    }
+    (folder / "status.json").write_text(json.dumps(status))
+    assert load_one(folder).status == "killed"
+
+
+def test_process_that_lives_and_one_of_another_host_are_running(make_run, own_status):
+    here, there = make_run("here", status="running"), make_run("there", status="running")
+    (here / "status.json").write_text(json.dumps(own_status))
+    assert load_one(here).status == "running"
+    (there / "status.json").write_text(json.dumps(own_status | {"host": "elsewhere", "pid": 1}))
+    assert load_one(there).status == "running"
+    assert not load_one(there).is_failure
+
+
+def test_sweep_has_all_its_cells_in_order_also_those_without_a_folder(make_run, tmp_path):
+    for index in (0, 9, 10):
+        make_run(f"sweep/{index}_x", [f"seed={index}"])
+    cells = [
+        {"folder": f"{index}_x", "overrides": [f"seed={index}"], "command": "c"} for index in (0, 9, 10, 11)
+    ]
+    (tmp_path / "sweep/sweep.json").write_text(
+        json.dumps({"name": "night", "cells": [*cells, "foreign", {"x": 1}]})
+    )
+    runs = load_runs([tmp_path / "sweep"])
+    assert [run.overrides for run in runs] == [("seed=0",), ("seed=9",), ("seed=10",), ("seed=11",)]
+    assert runs[-1].status == "not_started"
+    assert runs[-1].command == "c"
+    assert not runs[-1].is_failure
+
+
+def test_moved_sweep_is_read_where_it_lies(make_run, tmp_path):
+    make_run("moved/0_x", ["seed=0"])
+    cells = [{"folder": "/gone/away/0_x", "overrides": ["seed=0"], "command": "c"}]
+    (tmp_path / "moved/sweep.json").write_text(json.dumps({"cells": cells}))
+    assert load_one(tmp_path / "moved").status == "completed"
+
+
+def test_earlier_attempts_at_a_cell_are_no_runs(make_run, tmp_path):
+    make_run("sweep/0_x")
+    make_run("sweep/0_x/attempts/1", status="failed")
+    assert load_one(tmp_path / "sweep").status == "completed"
+
+
+def test_folder_given_twice_counts_once_and_foreign_folders_not_at_all(make_run, tmp_path):
+    folder = make_run("one")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes/data.json").write_text("{}")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    assert [run.folder for run in load_runs([folder, tmp_path, folder])] == [folder]
+
+
+def test_path_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ReportError, match="is not there"):
+        load_runs([tmp_path / "none"])
+
+
+def test_overrides_of_runs_without_cell_json_come_from_hydra(make_run):
+    folder = make_run("one")
+    (folder / "cell.json").unlink()
+    (folder / ".hydra").mkdir()
+    (folder / ".hydra/overrides.yaml").write_text("- model=tiny\n- 'name=it''s: \"x\"'\n")
+    run = load_one(folder)
+    assert run.overrides == ("model=tiny", 'name=it\'s: "x"')
+    assert run.command == """python -m cbexp model=tiny 'name=it'"'"'s: "x"'"""
+
+
+def test_the_package_loads_no_torch_and_no_configuration_library():
+    script = (
+        "import sys, cbexp.report, cbexp.report.command_line\n"
+        "heavy = {'torch', 'transformers', 'hydra', 'omegaconf', 'wandb', 'plotly'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
