@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import wandb
 
 from cbexp.config import SweepInfo, TrackingConfig
@@ -83,7 +82,21 @@ def test_attempts_of_a_resumed_cell_are_one_run_in_order(tmp_path, server):
     assert server.exit_codes[run_id] == 0
 
 
-@pytest.mark.usefixtures("server")
+def test_cell_that_is_run_again_online_continues_its_run(tmp_path, server):
+    (tmp_path / "sweep.json").write_text('{"name": "n", "created_at": "2026-01-02T03:04:05+00:00"}')
+    for attempt, exit_code in (("a", 1), ("b", 0)):
+        folder = tmp_path / attempt
+        folder.mkdir()
+        (folder / "cell.json").write_text('{"index": 0, "cell_hash": "h"}')
+        tracker = start_tracking(TrackingConfig(mode="online"), "seed=1", CELL, {"seed": 1}, folder)
+        tracker.log_round(a_round(0), [])
+        tracker.finish(exit_code)
+        assert tracker.warnings == []
+    ((run_id, rows),) = [(run_id, server.rows(run_id)) for run_id in server.history]
+    assert [row["_step"] for row in rows] == [0, 1]
+    assert server.exit_codes[run_id] == 0
+
+
 def test_run_begun_online_is_uploaded_by_the_command_that_is_named(run_dir, server):
     tracker = start_tracking(TrackingConfig(mode="online"), "seed=1", None, {}, run_dir)
     tracker.log_round(a_round(0), [])
