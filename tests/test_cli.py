@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -53,10 +54,11 @@ def run(experiment, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(folder)
 
     def run_command(*arguments):
-        # Cells in this process, where the stub is; tests/test_sweep*.py have them in their own.
-        isolation = ["isolation=none"] if "-m" in arguments else []
+        # Cells in this process, where the stub is; tests/sweep/ has them in their own.
+        words = " ".join(arguments)
+        is_free = "-m" in arguments and not re.search("isolation|cell_timeout_s", words)
         try:
-            main([*arguments, *isolation])
+            main([*arguments, *(["isolation=none"] if is_free else [])])
             code = 0
         except SystemExit as end:
             code = end.code
@@ -313,6 +315,24 @@ def test_keyboard_interrupt_stops_a_sweep(run, experiment):
         (["-m", "model=tiny,tinny"], ["job 1 of 2", "model=tinny", "'tiny'"]),
         (["-m", "num_rounds=1,0"], ["job 1 of 2 (num_rounds=0)", "at least 1"]),
         (["experiment=compile_modes", "compile=eager,kuda_graph"], ["job 1 of 2", "'cuda_graph'"]),
+        (["-m", "seed=1,2", "resume=latest"], ["there is no sweep in outputs/default"]),
+        (["-m", "seed=1,2", "resume=nowhere"], ["resume=nowhere: there is no such folder"]),
+        (["-m", "seed=1,2", "resume=."], ["this is no sweep's folder"]),
+        (["-m", "seed=1,2", "resume="], ["resume is not set"]),
+        (["seed=1", "resume=latest"], ["this is a setting of a sweep"]),
+        (["seed=1", "cell_timeout_s=3"], ["this is a setting of a sweep"]),
+        (["-m", "seed=1,2", "resume_force=true"], ["no effect without resume"]),
+        (["-m", "seed=1,2", "resume=latest", "dry_run=true"], ["no effect with dry_run=true"]),
+        (["-m", "seed=1,2", "isolation=none", "cell_timeout_s=3"], ["no effect with isolation=none"]),
+        (["-m", "seed=1,2", "cell_timeout_s=0"], ["cell_timeout_s=0"]),
+        (["-m", "seed=1,2", "isolation=thread"], ["isolation=thread is not a choice"]),
+        (["-m", "isolation=none,process"], ["isolation is a setting of the whole sweep"]),
+        (["-m", "seed=1,2,1"], ["jobs 0 (seed=1) and 2 (seed=1) are the same cell"]),
+        (["-m", "tracking.group=a,b"], ["are the same cell"]),
+        (["-m", "cell_timeout_s=1,2"], ["are the same cell"]),
+        (["-m", "seed=1,2", "hydra.sweep.subdir=x"], ["would share a folder"]),
+        (["-m", "seed=1,2", "hydra.sweep.subdir=../${hydra.job.num}"], ["must be a folder inside"]),
+        (["-m", "seed=1,2", "tracking.tags=['\udcff']"], ["no valid UTF-8"]),
     ],
 )
 def test_bad_configuration_is_one_message_and_leaves_nothing(run, experiment, arguments, fragments):

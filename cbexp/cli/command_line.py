@@ -42,10 +42,9 @@ def main(argv: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if argv is None else argv
     try:
         exit_code = _run(arguments)
-        sys.stdout.flush()
-    except (
-        BrokenPipeError
-    ):  # the reader of the output has gone (`| head`): say no more, to the interpreter neither
+        if sys.stdout is not None:  # it was closed before the start (`>&-`)
+            sys.stdout.flush()
+    except BrokenPipeError:  # the reader has gone (`| head`): say no more, to the interpreter neither
         silence_stdout()
         exit_code = EXIT_BROKEN_PIPE
     if exit_code:
@@ -81,7 +80,8 @@ def _run_command(args: Namespace) -> int:
     try:
         command = check_command(args, conf_dir())
         _check_transformers()
-        _make_output_root(command.output_dir)
+        if command.jobs[0].config.resume is None:
+            _make_output_root(command.output_dir)
         if command.is_multirun and not command.jobs[0].config.dry_run:
             from cbexp.cli.sweep_command import run_sweep  # late: a single run and --help need none of it
 

@@ -108,6 +108,8 @@ def parse_overrides(overrides: list[str]) -> list[Override]:
 def expand_sweep(common: DictConfig) -> list[list[str]]:
     """Return the overrides of each job of a multirun, in the order in which Hydra's own sweeper runs them.
 
+    Those of Hydra's own settings, which all jobs share, are not among them.
+
     Raises:
         ConfigError: another sweeper than Hydra's basic one is chosen, or a launcher that reuses processes.
     """
@@ -122,7 +124,7 @@ def expand_sweep(common: DictConfig) -> list[list[str]]:
     params: dict[str, str] = node.sweeper.params or {}
     assigned = [f"{key}={values}" for key, values in params.items()] + list_overrides(node, "task")
     (cells,) = BasicSweeper.split_arguments(parse_overrides(assigned), max_batch_size=None)
-    return [[*list_overrides(node, "hydra"), *cell] for cell in cells]
+    return [list(cell) for cell in cells]
 
 
 def has_basic_launcher(common: DictConfig) -> bool:

@@ -24,6 +24,7 @@ from cbexp.cli.composer import (
     expand_sweep,
     find_sweep_dir,
     has_basic_launcher,
+    list_overrides,
     open_composer,
     parse_overrides,
     placed_job,
@@ -41,8 +42,8 @@ PRIMARY_CONFIG = "config"
 class CheckedJob:
     """One job of the command line; `subdir` is its folder in the sweep's, None for a single run.
 
-    `overrides` are what to compose it from again; `own_overrides` and `command`, which runs the job alone, are without
-    Hydra's settings and the sweep's.
+    `overrides` are those of the job, without what all jobs share of Hydra's settings; `own_overrides` and `command`,
+    which runs the job alone, are without the sweep's settings and any of Hydra's.
     """
 
     overrides: list[str]
@@ -136,8 +137,9 @@ def _check_job(
     common: DictConfig,
     where: str = "",
 ) -> tuple[CheckedJob, Place]:
-    with _explained(cell, composer, where):
-        composed = composer.compose_job(cell)
+    shared = [] if job_index is None else list_overrides(common.hydra, "hydra")
+    with _explained([*shared, *cell], composer, where):
+        composed = composer.compose_job([*shared, *cell])
         with placed_job(composed, job_index) as place:
             config = convert_config(without_hydra(composed))
     _refuse_idle_architecture(cell, config)

@@ -80,6 +80,8 @@ def find_sweep(resume: str, outputs: Path) -> Path:
         folder = Path(resume)
         if not folder.is_dir():
             raise ConfigError(f"resume={resume}: there is no such folder.")
+        if not (folder / MANIFEST).is_file():
+            raise ConfigError(f"resume={resume}: this is no sweep's folder, it has no {MANIFEST}.")
         return folder
     sweeps = [path.parent for path in outputs.glob(f"*/{MANIFEST}")]
     if not sweeps:

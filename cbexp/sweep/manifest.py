@@ -98,12 +98,9 @@ def read_manifest(sweep_folder: Path) -> Manifest:
     """Return the content of sweep.json.
 
     Raises:
-        ConfigError: the folder is none of a sweep, or its sweep.json is damaged or of another format.
+        ConfigError: it is damaged, or of another format.
     """
-    path = sweep_folder / MANIFEST
-    if not path.is_file():
-        raise ConfigError(f"resume={sweep_folder}: this is no sweep's folder, it has no {MANIFEST}.")
-    values = read_json_object(path)
+    values = read_json_object(sweep_folder / MANIFEST)
     if values is None or values.get("format") != FORMAT:
         raise ConfigError(f"resume={sweep_folder}: {MANIFEST} is damaged, or of another version of cbexp.")
     try:
