@@ -127,10 +127,7 @@ def _find_in_driver(config: ExperimentConfig) -> Iterator[str]:
 def _find_in_tracking(config: ExperimentConfig) -> Iterator[str]:
     tracking = config.tracking
     if tracking.mode == "disabled":
-        changed = set(list_changed_fields(tracking)) - {
-            "mode",
-            "max_memory_gib",
-        }  # a job returns its objective too
+        changed = set(list_changed_fields(tracking)) - {"mode"}
         yield from _describe("tracking", tracking, changed, "tracking.mode=disabled")
     elif not tracking.log_completions:
         yield from _describe(
