@@ -9,6 +9,7 @@ from typing import Any
 from cbexp.report.doubts import find_doubts
 from cbexp.report.json_files import lookup, number, text
 from cbexp.report.run import Run
+from cbexp.report.text_table import printable
 
 UNKNOWN = "not recorded"
 
@@ -37,7 +38,7 @@ def format_notes(runs: Sequence[Run], describe: Callable[[Sequence[Run]], str]) 
     for difference in find_differences(runs):
         values = [f"{value} ({describe(having)})" for value, having in difference.values.items()]
         lines.append(f"differs: {difference.fact}: {', '.join(values)}")
-    return "".join(f"{line}\n" for line in lines)
+    return "".join(f"{printable(line)}\n" for line in lines)
 
 
 def _by_fact(runs: Sequence[Run]) -> dict[str, dict[str, list[Run]]]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from cbexp.report.labels import label_runs
 from cbexp.report.run import Run
+from cbexp.report.text_table import printable
 
 NO_REASON = "no reason is on record"
 
@@ -25,7 +26,9 @@ def format_failures(runs: Sequence[Run]) -> str:
     """A paragraph for each run that did not complete and has something to say; empty when all did."""
     labels = label_runs(runs)
     paragraphs = [
-        f"{run.status}: {labels[run.folder]}\n  {_indented(describe_reason(run))}\n  {run.folder}\n"
+        printable(
+            f"{run.status}: {labels[run.folder]}\n  {_indented(describe_reason(run))}\n  {run.folder}\n"
+        )
         for run in without_figures(runs)
         if run.is_failure or run.message
     ]

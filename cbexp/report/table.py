@@ -24,7 +24,8 @@ def format_table(runs: Sequence[Run], baseline: str | None = None) -> str:
     """
     rows = _some_rows(runs, baseline)
     table = format_columns(HEADERS, _cells(rows), text_columns=(1, 2))
-    return table + "".join(f"{line}\n" for line in describe_baselines(rows, baseline))
+    notes = "".join(f"{line}\n" for line in describe_baselines(rows, baseline))
+    return f"{table}\n{notes}" if notes else table
 
 
 def format_markdown(runs: Sequence[Run], baseline: str | None = None) -> str:

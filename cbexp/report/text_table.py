@@ -29,9 +29,14 @@ def format_columns(
         else:
             table.add_column(header, justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(*map(Text, row))
+        table.add_row(*(Text(printable(cell)) for cell in row))
     console = Console(file=io.StringIO(), width=WIDTH, color_system=None, highlight=False)
     with console.capture() as capture:
         console.print(table)
-    lines = [line.rstrip() for line in capture.get().strip("\n").splitlines()]
-    return "\n".join(lines) + "\n"
+    lines = [line.rstrip() for line in capture.get().splitlines()]
+    return "\n".join(line for line in lines if line) + "\n"
+
+
+def printable(text: str) -> str:
+    """Text that cannot steer a terminal: control characters other than line breaks are shown as `?`."""
+    return "".join(sign if sign.isprintable() or sign == "\n" else "?" for sign in text)

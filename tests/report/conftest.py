@@ -1,77 +1,13 @@
-"""Run folders as a job leaves them, made by hand, so that every figure in them is known."""
+"""Run folders as a job leaves them."""
 
 from __future__ import annotations
 
-import json
 import os
 import socket
-from pathlib import Path
 
 import pytest
 
-WORK = "a" * 64
-
-
-def write_json(path: Path, values) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(values))
-
-
-def write_lines(path: Path, rows) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def round_record(index, wall_s, num_tokens=100, is_warmup=False, digest="d"):
-    quantiles = {"mean": 0.002, "min": 0.001, "p50": 0.002, "p90": 0.003, "p99": 0.004, "max": 0.005}
-    return {
-        "round_index": index,
-        "is_warmup": is_warmup,
-        "wall_s": wall_s,
-        "num_output_tokens": num_tokens,
-        "completions_digest": digest,
-        "steps": {"mean_decode_batch": 4.0, "decode_step_s": quantiles},
-    }
-
-
-def summary_of(walls_s, num_tokens=100, **more):
-    rates = [num_tokens / wall_s for wall_s in walls_s]
-    middle = num_tokens / sorted(walls_s)[len(walls_s) // 2]
-    return {
-        "status": "completed",
-        "name": "night",
-        "model": "tiny",
-        "dataset": "synthetic",
-        "workload_hash": WORK,
-        "num_prompts": 4,
-        "num_generations": 1,
-        "max_new_tokens": 25,
-        "is_fixed_length": True,
-        "has_limits_per_prompt": False,
-        "num_rounds": len(walls_s),
-        "num_requests": 4 * len(walls_s),
-        "num_prompt_tokens": 40 * len(walls_s),
-        "output_tokens_per_s": {
-            "median": middle,
-            "min": min(rates),
-            "max": max(rates),
-            "relative_half_range": (max(rates) - min(rates)) / 2 / middle,
-        },
-        "durations_s": {"load_model": 1.0, "driver_warmup": 3.0, "total": 6.0 + sum(walls_s)},
-        "compile_s": 2.0,
-        "capture_s": None,
-        "prefill_share": 0.2,
-        "mixed_share": 0.0,
-        "decode_share": 0.7,
-        "outside_steps_share": 0.1,
-        "decode_step_s": {"mean": 0.002, "p50": 0.002, "p90": 0.003, "p99": 0.004},
-        "mean_batch": 4.0,
-        "peak_allocated_gib": 1.5,
-        "peak_host_gib": 0.5,
-        "roofline_fraction": 0.5,
-        "bandwidth_bytes_per_s": 1e12,
-        "accuracy": None,
-        "warnings": [],
-    } | more
+from tests.report.report_fixtures import round_record, summary_of, write_json, write_lines
 
 
 @pytest.fixture
@@ -79,7 +15,7 @@ def make_run(tmp_path):
     """Writes a completed run and returns its folder; `status` and `message` make it one that ended otherwise."""
 
     def make(
-        name,
+        folder_name,
         overrides=("model=tiny",),
         walls_s=(1.0, 1.1, 1.2, 1.3, 1.4),
         status="completed",
@@ -88,7 +24,7 @@ def make_run(tmp_path):
         environment=None,
         **summary,
     ):
-        folder = tmp_path / name
+        folder = tmp_path / folder_name
         command = f"python -m cbexp {' '.join(overrides)}"
         write_json(folder / "cell.json", {"overrides": list(overrides), "command": command})
         write_json(

@@ -1,0 +1,209 @@
+"""What the charts are drawn from: ceilings, step times, phases that add up, and works with their winners."""
+
+from __future__ import annotations
+
+import json
+
+import plotly.graph_objects as go
+import pytest
+
+from cbexp.report import load_runs, run_rows
+from cbexp.report.agreement import same_completions_share
+from cbexp.report.decode_points import Ceiling, find_decode_point
+from cbexp.report.doubts import find_doubts
+from cbexp.report.environments import find_differences, shared_facts
+from cbexp.report.page_charts import charts_of_all, throughput_of_works
+from cbexp.report.step_times import find_step_times
+from cbexp.report.time_use import seconds_by_phase, shares_of_round
+from cbexp.report.works import find_works
+from tests.report.report_fixtures import REFERENCE, write_json, write_lines
+
+
+def load_one(folder):
+    (run,) = load_runs([folder])
+    return run
+
+
+def figures_of(folders):
+    runs = load_runs(folders)
+    rows = run_rows(runs)
+    works = find_works(rows, runs)
+    return [*throughput_of_works(works, rows).values(), *charts_of_all(runs, rows, works)]
+
+
+def test_ceiling_passes_through_the_recorded_fraction():
+    """Of the runs recorded on a GPU: throughput / ceiling is the roofline fraction that the engine has counted."""
+    points = [(run, find_decode_point(run)) for run in load_runs([REFERENCE])]
+    judged = [(run, point) for run, point in points if point is not None and point.ceiling is not None]
+    assert len(judged) >= 2
+    for run, point in judged:
+        reached = point.tokens_per_s / point.ceiling_tokens_per_s
+        assert reached == pytest.approx(run.figure("roofline_fraction"))
+        weights = run.engine["plan"]["weight_bytes"]
+        assert point.ceiling.weight_bytes == pytest.approx(weights, rel=0.01)
+
+
+def test_ceiling_of_sliding_layers_stops_growing_at_the_window():
+    ceiling = Ceiling(1e12, 1e9, kv_bytes_per_token=1000.0, sliding_share=0.5, window=100.0)
+    assert ceiling.kv_bytes(50) == 50_000
+    assert ceiling.kv_bytes(300) == 0.5 * 300_000 + 0.5 * 100_000
+    assert ceiling.tokens_per_s(8, 300) == pytest.approx(8e12 / (1e9 + 8 * 200_000))
+
+
+def test_context_is_counted_over_requests_or_known_from_fixed_lengths(make_run):
+    folder = make_run("one")
+    assert find_decode_point(load_one(folder)).context == 10 + 25 / 2
+    rows = [
+        {"round_index": 1, "num_prompt_tokens": 10, "num_tokens": 3},
+        {"round_index": 0, "num_prompt_tokens": 9, "num_tokens": 99},
+    ]
+    write_lines(folder / "requests.jsonl", rows)
+    assert find_decode_point(load_one(folder)).context == (11 + 12) / 2
+
+
+def test_steps_of_a_burst_share_its_time_and_warmup_does_not_count(make_run):
+    folder = make_run("one")
+    step = {"kind": "decode", "num_steps": 1, "duration_s": 0.001}
+    steps = [
+        step | {"round_index": 1, "num_steps": 98, "duration_s": 0.098},
+        step | {"round_index": 1, "duration_s": 0.5},
+        step | {"round_index": 0, "duration_s": 9.0},
+        step | {"round_index": 1, "kind": "prefill", "duration_s": 9.0},
+    ]
+    write_lines(folder / "steps.jsonl", steps)
+    times = find_step_times(load_one(folder))
+    assert times.p50 == times.p75 == pytest.approx(0.001)
+    assert 0.001 < times.p99 < 0.5
+    assert times.has_quartiles
+
+
+def test_step_times_without_steps_come_from_the_rounds(make_run):
+    times = find_step_times(load_one(make_run("one")))
+    assert (times.p1, times.p50, times.p99, times.has_quartiles) == (0.001, 0.002, 0.004, False)
+
+
+def test_phases_add_up_to_the_whole_job(make_run):
+    run = load_one(make_run("one", walls_s=(1.0, 1.0, 1.0)))
+    phases = seconds_by_phase(run)
+    assert sum(phases.values()) == pytest.approx(run.figure("durations_s", "total"))
+    expected = {"load": 1.0, "compile": 2.0, "warmup": 3.0, "prefill": 0.6, "decode": 2.1, "idle": 0.3}
+    assert {name: phases[name] for name in expected} == pytest.approx(expected)
+    assert sum(shares_of_round(run).values()) == pytest.approx(1.0)
+
+
+def test_driver_that_tells_no_steps_has_rounds_alone(make_run):
+    folder = make_run(
+        "one", prefill_share=None, decode_share=None, mixed_share=None, outside_steps_share=None
+    )
+    assert "rounds" in seconds_by_phase(load_one(folder))
+    assert "decode" not in seconds_by_phase(load_one(folder))
+
+
+def test_winner_is_told_only_within_a_work(make_run):
+    folders = [
+        make_run("1", ["seed=1"], walls_s=(1.0, 1.01, 1.02)),
+        make_run("2", ["seed=2"], walls_s=(2.0, 2.01, 2.02)),
+        make_run("3", ["seed=3"], walls_s=(0.1, 0.1, 0.1), workload_hash="b" * 64),
+    ]
+    runs = load_runs(folders)
+    pair, lone = find_works(run_rows(runs), runs)
+    assert [row["label"] for row in pair.rows] == ["seed=1", "seed=2"]
+    assert pair.lead.value == pytest.approx(2.01 / 1.01)
+    assert pair.lead.interval.low > 1
+    assert (lone.is_contest, lone.lead) == (False, None)
+    assert pair.description == "tiny, synthetic, 4 prompts, exactly 25 new tokens"
+
+
+def test_figures_are_what_plotly_takes(make_run):
+    """plotly's own schema refuses an unknown property; colours by name are the page's, and replaced in it."""
+    folders = [REFERENCE, make_run("1", ["seed=1"], status="killed"), make_run("2", ["seed=2"])]
+    charts = figures_of(folders)
+    assert {"throughput_A", "throughput_lone", "roofline", "step_times", "time_use"} <= {
+        chart.chart_id for chart in charts
+    }
+    for chart in charts:
+        text = json.dumps(chart.figure, allow_nan=False)
+        colors = {word.split('"')[0] for word in text.split('"--')[1:]}
+        for color in colors:
+            text = text.replace(f'"--{color}"', '"#123456"')
+        go.Figure(json.loads(text))
+
+
+def test_failed_runs_are_named_in_the_throughput_chart(make_run):
+    folders = [make_run("1", ["seed=1"]), make_run("2", ["seed=2"], status="timed_out")]
+    (bars, values) = figures_of(folders)[0].figure["data"]
+    assert bars["x"][1] == 0.0
+    assert values["text"][1].strip() == "timed out"
+
+
+def test_runs_without_any_figures_have_no_charts(make_run):
+    assert figures_of([make_run("1", status="failed")]) == []
+
+
+def test_completions_are_compared_request_by_request(make_run):
+    one, other = make_run("1", digest="x"), make_run("2", digest="y")
+    assert same_completions_share(*load_runs([one, make_run("3", digest="x")])) == 1.0
+    assert same_completions_share(*load_runs([one, other])) is None
+    for folder, digests in ((one, "aabb"), (other, "aabc")):
+        rows = [{"round_index": index, "completion_digest": d} for index in (0, 1) for d in digests]
+        write_lines(folder / "requests.jsonl", rows)
+    assert same_completions_share(*load_runs([one, other])) == 0.75
+
+
+def gpu_environment(num_mib=4, pids=(), is_dirty=False, max_sm_mhz=1980):
+    state = {
+        "uuid": "GPU-1",
+        "max_sm_mhz": max_sm_mhz,
+        "max_memory_mhz": 3201,
+        "power_limit_w": 700,
+        "memory_used_mib": num_mib,
+    }
+    return {
+        "versions": {"torch": "2.11.0"},
+        "source": {"commit": "c" * 40, "is_dirty": is_dirty},
+        "cuda": {
+            "devices": [{"name": "NVIDIA H200"}],
+            "gpu_states": [state],
+            "processes": [{"uuid": "GPU-1", "pid": pid, "memory_used_mib": 1} for pid in pids],
+        },
+    }
+
+
+def test_a_clean_run_leaves_no_doubts(make_run):
+    run = load_one(make_run("1", walls_s=(1.0, 1.0, 1.0), environment=gpu_environment(pids=[1])))
+    assert find_doubts([run]) == {}
+    assert shared_facts([run])["GPU"] == "NVIDIA H200"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "doubt"),
+    [
+        ({"environment": gpu_environment(is_dirty=True)}, "uncommitted changes"),
+        ({"environment": gpu_environment(pids=[1, 77])}, "1 other process(es) on the GPU"),
+        ({"environment": gpu_environment(num_mib=30_000)}, "GPU memory in use when the run started: 29 GiB"),
+        ({"walls_s": (1.0, 2.0, 3.0)}, "varies by more than ±5%"),
+        ({"are_rounds_identical": False}, "completions differ between timed rounds"),
+        ({"num_short": 2}, "ended below the fixed length"),
+        ({"warnings": ["cache is small"]}, "cache is small"),
+    ],
+)
+def test_doubts_are_told(make_run, arguments, doubt):
+    run = load_one(make_run("1", **{"walls_s": (1.0, 1.0, 1.0)} | arguments))
+    assert any(doubt in sentence for sentence in find_doubts([run])), find_doubts([run])
+
+
+def test_differences_of_clocks_versions_and_variables_are_found(make_run):
+    one, other = gpu_environment(), gpu_environment(max_sm_mhz=1200)
+    other["versions"] = {"torch": "2.13.0"}
+    other["variables"] = {"OMP_NUM_THREADS": "1"}
+    runs = load_runs([make_run("1", environment=one), make_run("2", environment=other)])
+    facts = {difference.fact: set(difference.values) for difference in find_differences(runs)}
+    assert set(facts) == {"GPU clocks and power", "torch", "$OMP_NUM_THREADS"}
+    assert facts["torch"] == {"2.11.0", "2.13.0"}
+    assert facts["$OMP_NUM_THREADS"] == {"1", "not recorded"}
+
+
+def test_a_run_that_recorded_no_environment_makes_no_difference(make_run):
+    failed = make_run("2", status="failed")
+    write_json(failed / "environment.json", {})
+    assert find_differences(load_runs([make_run("1"), failed])) == []
