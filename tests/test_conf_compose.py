@@ -1,5 +1,6 @@
 """Every shipped yaml composes and validates; overrides win in the documented order; architectures are the true ones."""
 
+import operator
 import random
 from pathlib import Path
 
@@ -22,7 +23,9 @@ from cbexp.config import (
 )
 from cbexp.dataset.completion_limits import load_completion_limits
 from cbexp.dataset.synthetic import draw_lengths
+from cbexp.errors import ConfigError
 from cbexp.planning.idle_settings import idle_settings
+from cbexp.sweep.cells import hash_config
 
 CHOICES = sorted(
     (path.parent.name, path.stem) for path in conf_dir().glob("*/*.yaml") if path.parent.parent == conf_dir()
@@ -38,6 +41,11 @@ NEEDS = {
 MULTIRUN_EXPERIMENTS = {
     "compile_modes": ("compile.mode", COMPILE_MODES),
     "batch_shapes": ("compile.batch_shape", BATCH_SHAPES),
+    "batch_scaling": ("dataset.num_prompts", (1, 2, 4, 8, 16, 32, 64, 128, 256)),
+    "cache_sizes": ("cache.num_tokens", (4096, 8192, 16384, 32768, 65536, 131072)),
+    "drivers": ("driver.name", DRIVERS),
+    "lora_overhead": ("adapter.merged", (False, False, True)),
+    "seeds": ("seed", (0, 1, 2, 3, 4)),
 }
 SINGLE_EXPERIMENTS = {
     "smoke": 16,
@@ -47,6 +55,8 @@ SINGLE_EXPERIMENTS = {
     "rollout_natural": 8192,
 }
 IDENTITIES = ("name", "kind", "mode")
+# A choice that is another one with more settings.
+OTHER_IDENTITY = {("adapter", "lora_merged"): "lora"}
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +84,8 @@ def test_every_group_has_choices():
 def test_shipped_choice_composes_under_its_own_name_and_leaves_nothing_idle(group, choice):
     config = compose(f"{group}={choice}", *NEEDS.get((group, choice), []))
     settings = getattr(config, group)
-    assert next(getattr(settings, key) for key in IDENTITIES if hasattr(settings, key)) == choice
+    identity = next(getattr(settings, key) for key in IDENTITIES if hasattr(settings, key))
+    assert identity == OTHER_IDENTITY.get((group, choice), choice)
     assert idle_settings(config) == []
 
 
@@ -162,13 +173,42 @@ def test_every_experiment_is_a_single_run_or_a_multirun():
 
 
 @pytest.mark.parametrize(("experiment", "swept"), MULTIRUN_EXPERIMENTS.items())
-def test_multirun_sweeps_every_value_with_the_synchronous_driver(experiment, swept):
+def test_multirun_sweeps_every_value_of_one_setting_alone(experiment, swept):
     key, values = swept
-    group, _, setting = key.partition(".")
     command = check(f"experiment={experiment}")
     assert command.is_multirun
-    assert [getattr(getattr(job.config, group), setting) for job in command.jobs] == list(values)
-    assert {job.config.driver.name for job in command.jobs} == {"sync"}
+    assert tuple(operator.attrgetter(key)(job.config) for job in command.jobs) == tuple(values)
+    first, *others = ([text for text in job.own_overrides if "=" in text][1:] for job in command.jobs)
+    assert all(other == first for other in others)
+
+
+def test_lora_overhead_has_a_cell_without_adapter():
+    jobs = check("experiment=lora_overhead").jobs
+    assert [job.config.adapter.kind for job in jobs] == ["none", "lora", "lora"]
+
+
+def test_drivers_run_the_prompts_of_rollout_32():
+    (rollout,) = check("experiment=rollout_32").jobs
+    sync = check("experiment=drivers").jobs[0]
+    assert hash_config(sync.config) == hash_config(rollout.config)
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        ("rollout_32,rollout_256", ["rollout_32", "rollout_256"]),
+        ("glob(rollout_32*)", ["rollout_32", "rollout_32x8"]),
+    ],
+)
+def test_experiments_make_a_sweep_that_is_no_grid(choice, names):
+    command = check("-m", f"experiment={choice}")
+    assert [job.config.name for job in command.jobs] == names
+    assert command.output_dir.parent == Path("outputs/default")
+
+
+def test_experiments_that_are_sweeps_cannot_be_swept_over():
+    with pytest.raises(ConfigError, match="experiment=drivers lists a sweep of its own"):
+        check("-m", "experiment=rollout_32,drivers")
 
 
 def test_natural_rollouts_have_their_known_lengths():

@@ -105,7 +105,7 @@ def parse_overrides(overrides: list[str]) -> list[Override]:
     return OverridesParser.create().parse_overrides(overrides)
 
 
-def expand_sweep(common: DictConfig) -> list[list[str]]:
+def expand_sweep(common: DictConfig, config_loader: ConfigLoader) -> list[list[str]]:
     """Return the overrides of each job of a multirun, in the order in which Hydra's own sweeper runs them.
 
     Those of Hydra's own settings, which all jobs share, are not among them.
@@ -123,7 +123,8 @@ def expand_sweep(common: DictConfig) -> list[list[str]]:
         raise ConfigError("hydra/launcher: only basic, submitit_local and submitit_slurm are supported.")
     params: dict[str, str] = node.sweeper.params or {}
     assigned = [f"{key}={values}" for key, values in params.items()] + list_overrides(node, "task")
-    (cells,) = BasicSweeper.split_arguments(parse_overrides(assigned), max_batch_size=None)
+    parser = OverridesParser.create(config_loader=config_loader)  # it knows the choices that glob(...) means
+    (cells,) = BasicSweeper.split_arguments(parser.parse_overrides(assigned), max_batch_size=None)
     return [list(cell) for cell in cells]
 
 

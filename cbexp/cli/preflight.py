@@ -95,7 +95,7 @@ def check_command(args: Namespace, conf_dir: Path, indices: Sequence[int] | None
             is_multirun = args.multirun or common.hydra.mode == RunMode.MULTIRUN
             if not is_multirun:
                 _refuse_sweep(args.overrides, common)
-            cells = expand_sweep(common) if is_multirun else [args.overrides]
+            cells = expand_sweep(common, composer.config_loader) if is_multirun else [args.overrides]
         numbered = list(zip(indices or range(len(cells)), cells, strict=True))
         if not is_multirun:
             job, place = _check_job(composer, args, args.overrides, None, common)
@@ -143,6 +143,7 @@ def _check_job(
         with placed_job(composed, job_index) as place:
             config = convert_config(without_hydra(composed))
     _refuse_idle_architecture(cell, config)
+    _refuse_sweep_in_sweep(cell, composed, common, where)
     own = _list_own_overrides(cell)
     command = _format_command(args, own, needs_multirun=bool(common.hydra.sweeper.params))
     return CheckedJob(cell, config, job_index or 0, place.subdir, own, command), place
@@ -197,6 +198,13 @@ def _refuse_sweep(overrides: list[str], common: DictConfig) -> None:
             )
     if common.hydra.sweeper.params:
         raise ConfigError("hydra.sweeper.params lists a sweep, but this is no multirun: add -m.")
+
+
+def _refuse_sweep_in_sweep(cell: list[str], composed: DictConfig, common: DictConfig, where: str) -> None:
+    """Refuse a job whose experiment lists a sweep, of which the sweep that it is a job of knows nothing."""
+    if composed.hydra.sweeper.params != common.hydra.sweeper.params:
+        choice = next((text for text in cell if text.startswith("experiment=")), "its configuration")
+        raise ConfigError(f"{where}{choice} lists a sweep of its own: run it by itself, without -m.")
 
 
 def _refuse_idle_architecture(cell: list[str], config: ExperimentConfig) -> None:
