@@ -27,7 +27,7 @@ def choose_baselines(runs: Sequence[Run], named: str | None) -> dict[str, Run]:
 
     `named` is words of the label or command line that fit one completed run of a workload: `compile=eager`, or
     `compile=eager driver=sync`. Workloads in which it fits none have no baseline, so no ratio. Unnamed, the slowest
-    completed run of each workload is the baseline.
+    completed run of each workload is the baseline, where there are two.
 
     Raises:
         ReportError: `named` fits no completed run, or several of the same workload.
@@ -76,12 +76,14 @@ def ratio_between(run: Run, base: Run) -> Ratio:
 
 
 def _slowest(runs: Sequence[Run]) -> dict[str, Run]:
-    slowest: dict[str, Run] = {}
+    by_work: dict[str, list[Run]] = {}
     for run in _comparable(runs):
-        other = slowest.setdefault(str(run.workload_hash), run)
-        if (run.output_tokens_per_s or 0) < (other.output_tokens_per_s or 0):
-            slowest[str(run.workload_hash)] = run
-    return slowest
+        by_work.setdefault(str(run.workload_hash), []).append(run)
+    return {
+        work: min(those, key=lambda run: run.output_tokens_per_s or 0.0)
+        for work, those in by_work.items()
+        if len(those) > 1
+    }
 
 
 def _comparable(runs: Sequence[Run]) -> list[Run]:

@@ -9,11 +9,12 @@ from cbexp.report.run import Run
 from cbexp.report.text_table import printable
 
 NO_REASON = "no reason is on record"
+UNFINISHED = {"not_started": "its turn had not come", "running": "it goes on"}
 
 
 def describe_reason(run: Run) -> str:
     """Why a run has no figures, in the words that it left."""
-    reason = run.message or NO_REASON
+    reason = run.message or UNFINISHED.get(run.status, NO_REASON)
     return f"{run.error_class}: {reason}" if run.error_class and run.message else reason
 
 

@@ -16,7 +16,7 @@ from cbexp.report.errors import ReportError
 from cbexp.report.failures import describe_reason, without_figures
 from cbexp.report.json_files import Reader
 from cbexp.report.labels import label_runs, short_labels
-from cbexp.report.page_charts import charts_of_all, throughput_of_works
+from cbexp.report.page_charts import LONE, charts_of_all, throughput_charts
 from cbexp.report.page_table import columns_for
 from cbexp.report.rows import Row, run_rows
 from cbexp.report.run import Run
@@ -42,7 +42,7 @@ def build_page(runs: Sequence[Run], baseline: str | None = None) -> str:
 
 def _results(runs: Sequence[Run], rows: Sequence[Row], baseline: str | None) -> dict[str, Any]:
     works = find_works(rows, runs)
-    throughput, others = throughput_of_works(works, rows), charts_of_all(runs, rows, works)
+    throughput, others = throughput_charts(works, rows), charts_of_all(runs, rows, works)
     return {
         "title": _title(runs),
         "made_at": datetime.now(UTC),
@@ -53,6 +53,7 @@ def _results(runs: Sequence[Run], rows: Sequence[Row], baseline: str | None) -> 
         "works": works,
         "letter_of": {row["folder"]: work.letter for work in works for row in work.rows},
         "throughput": throughput,
+        "lone": throughput.get(LONE),
         "charts": others,
         "figures": {chart.chart_id: chart.figure for chart in [*throughput.values(), *others]},
         "baselines": describe_baselines(rows, baseline),

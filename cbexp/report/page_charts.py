@@ -18,26 +18,33 @@ from cbexp.report.time_use import seconds_by_phase
 from cbexp.report.works import Work
 
 T = TypeVar("T")
+LONE = "lone"
 
 
-def throughput_of_works(works: Sequence[Work], rows: Sequence[Row]) -> dict[str, Chart]:
-    """The letter of a work -> its throughput; where there is no other, the runs without figures are named below."""
+def throughput_charts(works: Sequence[Work], rows: Sequence[Row]) -> dict[str, Chart]:
+    """The letter of a work -> its throughput, and under `LONE` that of runs without anybody to compare with.
+
+    Where there is one work alone, its chart names the runs without figures as well.
+    """
     short = short_labels([row["label"] for row in rows])
-    shown = {work.letter: rows if len(works) == 1 else work.rows for work in works if work.is_contest}
-    return {
-        letter: build_throughput_chart(f"throughput_{letter}", some, short, has_winner=True)
-        for letter, some in shown.items()
+    charts = {
+        work.letter: build_throughput_chart(
+            f"throughput_{work.letter}", rows if len(works) == 1 else work.rows, short, has_winner=True
+        )
+        for work in works
+        if work.is_contest
     }
+    lone = [row for work in works if not work.is_contest for row in work.rows]
+    if lone:
+        charts[LONE] = build_throughput_chart(f"throughput_{LONE}", lone, short, has_winner=False)
+    return charts
 
 
 def charts_of_all(runs: Sequence[Run], rows: Sequence[Row], works: Sequence[Work]) -> list[Chart]:
-    """What is not compared within a work, the roofline, step times, and where the time goes; as far as records tell."""
-    charts, has_winner = [], len(works) == 1
-    if lone := [row for work in works if not work.is_contest for row in work.rows]:
-        short = short_labels([row["label"] for row in rows])
-        charts.append(build_throughput_chart("throughput_lone", lone, short, has_winner=False))
+    """The roofline, the distribution of step times, and where the time goes; those that the records can fill."""
+    charts = []
     if points := _known(find_decode_point, runs, rows):
-        charts.append(build_roofline_chart(points, has_winner))
+        charts.append(build_roofline_chart(points, has_winner=len(works) == 1))
     if times := _known(find_step_times, runs, rows):
         charts.append(build_step_time_chart(times))
     if seconds := _known(seconds_by_phase, runs, rows):

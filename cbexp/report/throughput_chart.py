@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from cbexp.report.charts import Chart, Figure, build_chart, hover, rows_axis, rows_height_px, value_axis
 from cbexp.report.rows import Row
 
-ROOM_FOR_TEXT = 1.38
+ROOM_FOR_TEXT = 1.5
 TIMES = "\N{MULTIPLICATION SIGN}"
 
 
@@ -39,7 +39,7 @@ def _bars(rows: Sequence[Row], labels: Sequence[str], has_winner: bool) -> Figur
         "type": "bar",
         "orientation": "h",
         "y": list(range(len(rows))),
-        "x": [middle for _, middle, _ in rates],
+        "x": [middle or None for _, middle, _ in rates],
         "marker": {"color": colors, "cornerradius": 3},
         "error_x": {
             "type": "data",

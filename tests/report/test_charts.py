@@ -12,7 +12,7 @@ from cbexp.report.agreement import same_completions_share
 from cbexp.report.decode_points import Ceiling, find_decode_point
 from cbexp.report.doubts import find_doubts
 from cbexp.report.environments import find_differences, shared_facts
-from cbexp.report.page_charts import charts_of_all, throughput_of_works
+from cbexp.report.page_charts import charts_of_all, throughput_charts
 from cbexp.report.step_times import find_step_times
 from cbexp.report.time_use import seconds_by_phase, shares_of_round
 from cbexp.report.works import find_works
@@ -28,7 +28,7 @@ def figures_of(folders):
     runs = load_runs(folders)
     rows = run_rows(runs)
     works = find_works(rows, runs)
-    return [*throughput_of_works(works, rows).values(), *charts_of_all(runs, rows, works)]
+    return [*throughput_charts(works, rows).values(), *charts_of_all(runs, rows, works)]
 
 
 def test_ceiling_passes_through_the_recorded_fraction():
@@ -132,7 +132,7 @@ def test_figures_are_what_plotly_takes(make_run):
 def test_failed_runs_are_named_in_the_throughput_chart(make_run):
     folders = [make_run("1", ["seed=1"]), make_run("2", ["seed=2"], status="timed_out")]
     (bars, values) = figures_of(folders)[0].figure["data"]
-    assert bars["x"][1] == 0.0
+    assert bars["x"][1] is None
     assert values["text"][1].strip() == "timed out"
 
 
