@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -27,6 +28,10 @@ class FusedForward:
     def __init__(self, model: FusedModel, pages: tuple[LayerPages, ...]) -> None:
         self._model = model
         self._pages = pages
+        max_rows, device = pages[0].block_table.shape[0], pages[0].pages.device
+        # Of one layer after the other: what attention leaves behind is what it finds.
+        self._arrivals = torch.zeros(max_rows * model.num_kv_heads, dtype=torch.int32, device=device)
+        torch._dynamo.mark_static_address(self._arrivals)
 
     def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """The next token of each row: int64 [rows] and int32 [rows] to int64 [rows]; writes the rows' pages."""
@@ -81,6 +86,7 @@ class FusedForward:
             pages.pages,
             pages.block_table,
             pages.page_offset,
+            self._arrivals,
             model.eps,
             model.scaling,
             pages.window,

@@ -14,8 +14,6 @@ from cbexp.engine.paged_attention_op import paged_decode_attention
 
 # Rows up to which the own kernels, made for reading weights, beat the matrix products of the vendor's library.
 MAX_SKINNY_ROWS = 64
-# Programs per multiprocessor from which attention need not split sequences.
-MIN_PROGRAMS_EACH = 0.9
 
 
 @operator("embed_norm")
@@ -85,7 +83,7 @@ def _(
     return x.new_empty((x.shape[0], all_heads, weight.shape[0] // all_heads))
 
 
-@operator("attend_new_token", mutates_args={"pages"})
+@operator("attend_new_token", mutates_args={"pages", "arrivals"})
 def attend_new_token(
     x: Tensor,
     weight: Tensor,
@@ -98,20 +96,23 @@ def attend_new_token(
     pages: Tensor,
     block_table: Tensor,
     page_offset: Tensor,
+    arrivals: Tensor,
     eps: float,
     scaling: float,
     window: int,
     num_heads: int,
 ) -> Tensor:
-    """`rotated_projection` of x [rows, hidden], then paged decode attention: [rows, num_heads * head_dim]."""
-    num_rows, num_kv_heads, head_dim = x.shape[0], *pages.shape[2:]
-    if _attends_in_one_kernel(x, num_kv_heads, head_dim):
+    """`rotated_projection` of x [rows, hidden], then paged decode attention: [rows, num_heads * head_dim].
+
+    `arrivals`: int32 zeros [at least rows * num_kv_heads] for the kernels, which leave zeros.
+    """
+    num_rows, page_size, num_kv_heads, head_dim = x.shape[0], *pages.shape[1:]
+    if _attends_in_one_kernel(x, head_dim):
         from cbexp.engine.kernels import rotated_attention, tiles
         from cbexp.engine.kernels.attention_tiles import device_limits
 
-        tile = tiles.choose_rotated_attention_tile(
-            num_rows * num_kv_heads, head_dim, pages.itemsize, device_limits(pages.device)
-        )
+        limits, num_programs = device_limits(pages.device), num_rows * num_kv_heads
+        num_slots = window or block_table.shape[1] * page_size
         norms = None if q_norm is None or k_norm is None else (q_norm, k_norm)
         out = rotated_attention.rotated_paged_attention(
             _project(x, weight, bias),
@@ -122,11 +123,13 @@ def attend_new_token(
             pages,
             block_table,
             page_offset,
+            arrivals,
             eps=eps,
             scaling=scaling,
             window=window,
             num_heads=num_heads,
-            tile=tile,
+            tile=tiles.choose_rotated_attention_tile(num_programs, head_dim, pages.itemsize, limits),
+            chunk=tiles.choose_attention_chunk(num_programs, num_slots, limits),
         )
         return out.view(num_rows, -1)
     qkv = rotated_projection(
@@ -152,6 +155,7 @@ def _(
     pages: Tensor,
     block_table: Tensor,
     page_offset: Tensor,
+    arrivals: Tensor,
     eps: float,
     scaling: float,
     window: int,
@@ -160,16 +164,9 @@ def _(
     return x.new_empty((x.shape[0], num_heads * pages.shape[3]))
 
 
-def _attends_in_one_kernel(x: Tensor, num_kv_heads: int, head_dim: int) -> bool:
-    """Whether a program for each row and key head keeps a GPU busy; smaller batches split the sequence.
-
-    That kernel holds heads as vectors of Triton, whose sizes are powers of two.
-    """
-    if not x.is_cuda or head_dim & (head_dim - 1):
-        return False
-    from cbexp.engine.kernels.attention_tiles import device_limits
-
-    return x.shape[0] * num_kv_heads >= MIN_PROGRAMS_EACH * device_limits(x.device).num_multiprocessors
+def _attends_in_one_kernel(x: Tensor, head_dim: int) -> bool:
+    """Whether heads are vectors of Triton, whose sizes are powers of two."""
+    return x.is_cuda and head_dim & (head_dim - 1) == 0
 
 
 @operator("project_add_norm")

@@ -89,9 +89,11 @@ class RotatedAttentionCase:
         paged.query, paged.key, paged.value = projected.expected_heads().split(sizes, dim=1)
         return paged.run(paged_decode_reference)
 
-    def run(self, attend, **tile: int) -> tuple[Tensor, Tensor]:
+    def run(self, attend, chunk: int = 1024, **tile: Any) -> tuple[Tensor, Tensor]:
         paged, projected, pages = self.paged, self.projected, self.paged.pages.clone()
         assert projected.rotary is not None
+        num_tasks = len(projected.positions) * projected.kv_heads
+        arrivals = torch.zeros(num_tasks, dtype=torch.int32, device=pages.device)
         output = attend(
             projected.parts,
             projected.positions,
@@ -100,12 +102,15 @@ class RotatedAttentionCase:
             pages,
             paged.block_table,
             paged.page_offset,
+            arrivals,
             eps=EPS,
             scaling=paged.options["scaling"],
             window=paged.options["window"],
             num_heads=projected.heads,
+            chunk=chunk,
             **tile,
         )
+        assert not arrivals.any()
         return output, pages
 
 

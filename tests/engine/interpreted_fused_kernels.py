@@ -240,9 +240,9 @@ def test_heads_of_many_rows(rows, splits):
 # Attention
 
 
-def check_attention(case, **tile):
+def check_attention(case, chunk=1024, **tile):
     expected, expected_pages = case.expected()
-    output, pages = case.run(rotated_paged_attention, tile=replace(SMALL_TILE, **tile))
+    output, pages = case.run(rotated_paged_attention, chunk=chunk, tile=replace(SMALL_TILE, **tile))
     close(output, expected)
     # Nothing but the new tokens has been written; those are rounded as the heads are.
     is_same = pages.eq(case.paged.pages) | (pages.isnan() & case.paged.pages.isnan())
@@ -255,24 +255,32 @@ def check_attention(case, **tile):
 POSITIONS = [0, 3, 4, -1, 15, 16, 17, 40]
 
 
+# A chunk for all that a row can store, chunks of which the last may be full or hold nothing but the new token.
+CHUNKS = [1024, 16, 32]
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("norms", [False, True], ids=["llama", "qwen3"])
 @pytest.mark.parametrize("page_size", [4, 16, 32])
-def test_attention(page_size, norms, dtype):
-    output = check_attention(build_rotated_case(POSITIONS, page_size=page_size, norms=norms, dtype=dtype))
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_attention(chunk, page_size, norms, dtype):
+    case = build_rotated_case(POSITIONS, page_size=page_size, norms=norms, dtype=dtype)
+    output = check_attention(case, chunk)
     assert not output[POSITIONS.index(-1)].any()
 
 
 @pytest.mark.parametrize(
     ("window", "page_size"), [(1, 4), (6, 4), (6, 16), (16, 4), (16, 16), (24, 16), (24, 32), (100, 32)]
 )
-def test_attention_in_a_window(window, page_size):
-    check_attention(build_rotated_case(POSITIONS, window=window, page_size=page_size))
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_attention_in_a_window(chunk, window, page_size):
+    check_attention(build_rotated_case(POSITIONS, window=window, page_size=page_size), chunk)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(2, 2, 16), (6, 2, 64), (7, 1, 32), (24, 1, 16)])
-def test_attention_of_groups(heads, kv_heads, head_dim):
-    check_attention(build_rotated_case([0, 20, 33], heads=heads, kv_heads=kv_heads, head_dim=head_dim))
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_attention_of_groups(chunk, heads, kv_heads, head_dim):
+    check_attention(build_rotated_case([0, 20, 33], heads=heads, kv_heads=kv_heads, head_dim=head_dim), chunk)
 
 
 @pytest.mark.parametrize(("rows", "splits"), [(1, 1), (3, 4), (16, 2), (17, 1), (70, 2)])
@@ -280,6 +288,7 @@ def test_attention_of_many_rows(rows, splits):
     positions = [(5 * row) % 23 - 1 for row in range(rows)]
     positions[0] = 3
     check_attention(build_rotated_case(positions, splits=splits, heads=2, kv_heads=1), num_tokens=32)
+    check_attention(build_rotated_case(positions, splits=splits, heads=2, kv_heads=1), chunk=16)
 
 
 def test_no_active_row_leaves_every_page():
@@ -314,15 +323,15 @@ def test_nan_of_one_row_stays_there():
         assert 0 <= run(poisoned)[-1][bad] < OUT_FEATURES
 
 
-@pytest.mark.parametrize("window", [0, 6])
-def test_nan_of_one_row_stays_there_in_attention(window):
-    case = build_rotated_case([9, 5, 12], window=window)
-    expected, _ = case.run(rotated_paged_attention, tile=SMALL_TILE)
+@pytest.mark.parametrize(("window", "chunk"), [(0, 1024), (6, 1024), (0, 16), (24, 16)])
+def test_nan_of_one_row_stays_there_in_attention(window, chunk):
+    case = build_rotated_case([29, 35, 12], window=window)
+    expected, _ = case.run(rotated_paged_attention, chunk=chunk, tile=SMALL_TILE)
     case.projected.parts[:, 1] = float("nan")
     entries = case.paged.block_table[1].long()
     for page in (*entries + 2, *entries + 3):
         case.paged.pages[page] = float("nan")
-    output, _ = case.run(rotated_paged_attention, tile=SMALL_TILE)
+    output, _ = case.run(rotated_paged_attention, chunk=chunk, tile=SMALL_TILE)
     assert output[1].isnan().all()
     assert output[[0, 2]].equal(expected[[0, 2]])
 

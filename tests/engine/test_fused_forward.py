@@ -300,7 +300,16 @@ PAGES = (randn(9, 4, NUM_KV_HEADS, HEAD_DIM), torch.arange(6, dtype=torch.int32)
 OPERATORS = {
     "embed_norm": (torch.tensor([1, 5, 0]), randn(7, HIDDEN), NORM, EPS),
     "rotated_projection": (*ROTATED, EPS, HEADS, NUM_KV_HEADS),
-    "attend_new_token": (*ROTATED, *PAGES, torch.tensor(1, dtype=torch.int32), EPS, 0.25, 0, HEADS),
+    "attend_new_token": (
+        *ROTATED,
+        *PAGES,
+        torch.tensor(1, dtype=torch.int32),
+        torch.zeros(6, dtype=torch.int32),
+        EPS,
+        0.25,
+        0,
+        HEADS,
+    ),
     "project_add_norm": (X, randn(HIDDEN, HIDDEN), NORM, X, NORM, EPS),
     "gated_projection": (X, randn(80, HIDDEN)),
     "best_tokens": (X, randn(97, HIDDEN)),

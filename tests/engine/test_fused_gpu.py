@@ -186,13 +186,14 @@ def attention_arguments(positions, dtype, *, is_qwen3=True, head_dim=HEAD_DIM, w
     norms = [norm_weight(head_dim, dtype, seed) for seed in (4, 5)] if is_qwen3 else [None, None]
     projection = [tensor(rows, HIDDEN, dtype=dtype), matrix(width, HIDDEN, dtype), None, paged.positions]
     rotary = rotary_tables(max(positions) + 1, head_dim, dtype, DEVICE)
-    cache = [paged.pages, paged.block_table, paged.page_offset]
+    arrivals = torch.zeros(rows * KV_HEADS, dtype=torch.int32, device=DEVICE)
+    cache = [paged.pages, paged.block_table, paged.page_offset, arrivals]
     return [*projection, *rotary, *norms, *cache, EPS, head_dim**-0.5, window, HEADS]
 
 
 def expected_attention(arguments):
     """In fp32 from the same rounded inputs: the output, and the pages left behind."""
-    *projection, pages, block_table, page_offset, eps, scaling, window, heads = widened(arguments)
+    *projection, pages, block_table, page_offset, _, eps, scaling, window, heads = widened(arguments)
     positions, pages = arguments[3], pages.clone()
     qkv = fused_reference.rotated_projection(*projection, eps, heads, KV_HEADS)
     query, key, value = qkv.split([heads, KV_HEADS, KV_HEADS], dim=1)
@@ -216,6 +217,7 @@ def check_attention(arguments, dtype):
     assert pages.view(bits)[~in_new_slot].equal(before.view(bits)[~in_new_slot])
     inactive = arguments[3] < 0
     assert not output[inactive].any()
+    assert not arguments[11].any()
 
 
 def spread_positions(rows):
@@ -234,7 +236,6 @@ def test_attention(rows, is_qwen3, dtype):
 
 @pytest.mark.parametrize(
     ("rows", "window", "page_size"),
-    # Few rows are split, many run in one kernel.
     [(4, 0, 16), (64, 100, 16), (4, 256, 32), (64, 0, 32), (4, 100, 256), (64, 256, 256)],
 )
 def test_attention_in_pages_and_windows(rows, window, page_size):
@@ -247,6 +248,17 @@ def test_attention_in_pages_and_windows(rows, window, page_size):
 def test_attention_of_other_head_sizes(rows, head_dim):
     dtype = torch.bfloat16
     check_attention(attention_arguments(spread_positions(rows), dtype, head_dim=head_dim), dtype)
+
+
+@pytest.mark.parametrize(("rows", "longest"), [(1, 9000), (2, 5000), (16, 3001), (64, 4500), (256, 9000)])
+def test_attention_of_rows_of_all_lengths(rows, longest):
+    """Rows of many chunks beside rows of one, twice: the second run finds what the first has left."""
+    dtype = torch.bfloat16
+    positions = [longest - 1, *((row * 7919) % (longest // (1 + row % 7)) for row in range(1, rows))]
+    arguments = attention_arguments(positions, dtype)
+    check_attention(arguments, dtype)
+    arguments[3] -= (arguments[3] > 0).int()
+    check_attention(arguments, dtype)
 
 
 @pytest.mark.parametrize("rows", [4, 64])

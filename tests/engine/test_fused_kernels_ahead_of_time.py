@@ -44,6 +44,9 @@ POINTERS = {
     "next_ids": "i64",
     "token_ids": "i64",
     "eos_ids": "i64",
+    "partial_acc": "fp32",
+    "partial_sums": "fp32",
+    "arrivals": "i32",
     **dict.fromkeys(["positions", "remaining", "outputs", "step", "block_table", "page_offset"], "i32"),
 }
 MODEL_POINTERS = (
@@ -168,7 +171,9 @@ def test_a_bias_costs_no_spill(tmp_path):
     check_large_kernel(compile_down(90, torch.bfloat16, 64, has_bias=True), 90, torch.bfloat16, tmp_path)
 
 
-def compile_attention(capability, dtype, page_size=256, window=0, has_norm=True, num_programs=132):
+def compile_attention(
+    capability, dtype, page_size=256, window=0, has_norm=True, num_programs=132, is_chunked=False
+):
     tile = tiles.choose_rotated_attention_tile(num_programs, HEAD_DIM, dtype.itemsize, limits(capability))
     constants = {
         "NUM_HEADS": HEADS,
@@ -176,6 +181,7 @@ def compile_attention(capability, dtype, page_size=256, window=0, has_norm=True,
         "HEAD_DIM": HEAD_DIM,
         "PAGE": page_size,
         "WINDOW": window,
+        "IS_CHUNKED": is_chunked,
         "SPLITS": 2,
         "HAS_NORM": has_norm,
         "GROUP_ROWS": 16,
@@ -187,10 +193,12 @@ def compile_attention(capability, dtype, page_size=256, window=0, has_norm=True,
     return compile_kernel(kernel, capability, dtype, constants, tile.num_warps)
 
 
-@pytest.mark.parametrize("num_programs", [132, 2048])
+@pytest.mark.parametrize(
+    ("num_programs", "is_chunked"), [(132, False), (132, True), (2048, False), (2048, True)]
+)
 @pytest.mark.parametrize("capability", SHARED_KIB)
-def test_attention_fits(capability, num_programs, tmp_path):
-    kernel = compile_attention(capability, torch.bfloat16, num_programs=num_programs)
+def test_attention_fits(capability, num_programs, is_chunked, tmp_path):
+    kernel = compile_attention(capability, torch.bfloat16, num_programs=num_programs, is_chunked=is_chunked)
     check_large_kernel(kernel, capability, torch.bfloat16, tmp_path)
 
 
@@ -338,6 +346,25 @@ def test_tokens_of_an_attention_tile(num_programs, head_dim, itemsize, shared_ki
     device = DeviceLimits(num_multiprocessors=132, max_shared_bytes=shared_kib * 1024)
     tile = tiles.choose_rotated_attention_tile(num_programs, head_dim, itemsize, device)
     assert tile == expected
+
+
+@pytest.mark.parametrize(
+    ("num_programs", "num_slots", "expected"),
+    [
+        (8, 1024, 64),
+        (32, 8704, 256),
+        (64, 8704, 512),
+        (256, 1024, 1024),
+        (256, 8704, 2048),
+        (2048, 8704, 16384),
+        (8, 32768, 128),
+        (1, 100, 64),
+    ],
+)
+def test_chunks_of_attention(num_programs, num_slots, expected):
+    chunk = tiles.choose_attention_chunk(num_programs, num_slots, H200)
+    assert chunk == expected
+    assert num_programs * -(-num_slots // chunk) <= max(num_programs, 17 * H200.num_multiprocessors)
 
 
 def test_attention_has_tiles_in_flight():

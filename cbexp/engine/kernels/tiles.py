@@ -26,6 +26,11 @@ MIN_INNER_PER_ROW = 24
 # Programs of the fused attention per multiprocessor from which they are made small, and how many should fit at most.
 MANY_PROGRAMS_EACH = 12
 ROTATED_RESIDENT_PROGRAMS = 4
+# Tokens of a row from which its programs are more than one: at least, and for each program that there is anyway.
+MIN_CHUNK = 64
+CHUNK_PER_PROGRAM = 4
+# Programs per multiprocessor that rows as long as they may become would have; those of shorter ones end at once.
+MAX_CHUNKS_EACH = 16
 NARROW_TILES = tuple(AttentionTile(16, 1, stages) for stages in (6, 4, 3, 2))
 WIDE_TILES = (
     AttentionTile(64, 4, 3),
@@ -98,3 +103,14 @@ def choose_rotated_attention_tile(
     tiles = NARROW_TILES if num_each >= MANY_PROGRAMS_EACH else WIDE_TILES
     num_resident = min(ROTATED_RESIDENT_PROGRAMS, num_each)
     return choose_attention_tile(MIN_GROUP_ROWS, head_dim, itemsize, limits, num_resident, tiles)
+
+
+def choose_attention_chunk(num_programs: int, num_slots: int, limits: DeviceLimits) -> int:
+    """Tokens of a row that one program of the fused attention reads, a power of two.
+
+    `num_programs`: rows times key heads. `num_slots`: the most tokens that a row can store. The fewer the programs, the
+    more of them a row gets; of many, the long rows alone get several, so that none is left over at the end.
+    """
+    by_device = -(-num_programs * num_slots // (MAX_CHUNKS_EACH * limits.num_multiprocessors))
+    wanted = max(MIN_CHUNK, CHUNK_PER_PROGRAM * num_programs, by_device)
+    return 1 << (wanted - 1).bit_length()
