@@ -58,7 +58,7 @@ class Run:
     @property
     def is_failure(self) -> bool:
         """Whether it ended badly; not for a cell that cannot run on this machine, that runs still, or is to come."""
-        return self.status not in (*GOOD_STATUSES, *UNFINISHED_STATUSES)
+        return is_failure(self.status)
 
     @property
     def workload_hash(self) -> str | None:
@@ -99,3 +99,8 @@ class Run:
     def fact(self, *names: str) -> Any:
         """Any value of the summary."""
         return lookup(self.summary, *names)
+
+
+def is_failure(status: str) -> bool:
+    """Whether a run of this status ended badly."""
+    return status not in (*GOOD_STATUSES, *UNFINISHED_STATUSES)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from cbexp.report.charts import Chart, Figure, build_chart, hover, rows_axis, rows_height_px, value_axis
 from cbexp.report.rows import Row
+from cbexp.report.run import is_failure
 
 ROOM_FOR_TEXT = 1.5
 TIMES = "\N{MULTIPLICATION SIGN}"
@@ -71,12 +72,16 @@ def _values(rows: Sequence[Row]) -> Figure:
         "x": [_rates(row)[2] for row in rows],
         "text": [_value(row) for row in rows],
         "textposition": "middle right",
-        "textfont": {
-            "color": ["--text" if row["output_tokens_per_s"] is not None else "--bad" for row in rows]
-        },
+        "textfont": {"color": [_text_color(row) for row in rows]},
         "hoverinfo": "skip",
         "cliponaxis": False,
     }
+
+
+def _text_color(row: Row) -> str:
+    if row["output_tokens_per_s"] is not None:
+        return "--text"
+    return "--bad" if is_failure(row["status"]) else "--warn"
 
 
 def _value(row: Row) -> str:
