@@ -15,6 +15,8 @@ from cbexp.sweep.process import CellProcess
 from cbexp.sweep.resume import ATTEMPTS
 from cbexp.sweep.slots import VISIBLE
 
+PROGRESS_INTERVAL_S = 5.0
+
 
 class SweepDisplay:
     """Lines about some cells of a sweep; `num_cells` is how many it has."""
@@ -22,7 +24,8 @@ class SweepDisplay:
     def __init__(self, cells: Sequence[Cell], num_cells: int) -> None:
         self._num_cells = num_cells
         self._shared = set.intersection(*(set(cell.overrides) for cell in cells)) if len(cells) > 1 else set()
-        self._shown_bytes: dict[int, int] = {}
+        self._shown_s: dict[int, float] = {}
+        self._read_bytes: dict[int, int] = {}
 
     def on_start(self, cell: Cell, slot: Mapping[str, str]) -> None:
         """Say which cell starts, by what tells it from the others, and on which GPU where there are several."""
@@ -31,12 +34,15 @@ class SweepDisplay:
         say(f"{self._name(cell)} starts{where}: {own}")
 
     def on_progress(self, process: CellProcess) -> None:
-        """Say what rounds have ended since the last time."""
+        """Say which round has ended last, not more often than somebody would read it."""
         cell = process.cell
-        start = self._shown_bytes.get(cell.index, 0)
+        if process.elapsed_s - self._shown_s.get(cell.index, 0.0) < PROGRESS_INTERVAL_S:
+            return
+        self._shown_s[cell.index] = process.elapsed_s
+        start = self._read_bytes.get(cell.index, 0)
         lines = _read_whole_lines(cell.folder / "rounds.jsonl", start)
-        self._shown_bytes[cell.index] = start + len(lines)
-        for line in lines.splitlines():
+        self._read_bytes[cell.index] = start + len(lines)
+        for line in lines.splitlines()[-1:]:
             text = _describe_round(line, cell.config.num_warmup_rounds, cell.config.num_rounds)
             if text:
                 say(f"{self._name(cell)}: {text}")

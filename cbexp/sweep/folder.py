@@ -26,19 +26,28 @@ def claim_folder(wanted: Path) -> Path:
     Raises:
         ResultsError: it cannot be made.
     """
-    for number in itertools.count(1):
-        folder = wanted if number == 1 else wanted.with_name(f"{wanted.name}_{number}")
-        try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            folder.mkdir()  # of two sweeps at once, one makes it
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise ResultsError(
-                f"{describe_failure(folder, error)} Choose another place with hydra.sweep.dir."
-            ) from error
-        return folder
-    raise AssertionError("itertools.count ends")
+    try:
+        wanted.parent.mkdir(parents=True, exist_ok=True)
+        return next(folder for folder in _name_candidates(wanted) if _make(folder))
+    except OSError as error:
+        raise ResultsError(
+            f"{describe_failure(wanted, error)} Choose another place with hydra.sweep.dir."
+        ) from error
+
+
+def _name_candidates(wanted: Path) -> Iterator[Path]:
+    yield wanted
+    for number in itertools.count(2):
+        yield wanted.with_name(f"{wanted.name}_{number}")
+
+
+def _make(folder: Path) -> bool:
+    """Whether this call made the folder: of two sweeps at once, one does."""
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        return False
+    return True
 
 
 @contextmanager

@@ -23,13 +23,14 @@ class Sweeps:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.log = folder / "calls.jsonl"
+        self.fake_path = HERE  # None: real jobs
         self.ends = {}
         self.variables = {}
         self._processes = []
 
     def start(self, *arguments, command=("-m", "cbexp"), **options):
         environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join([str(HERE), str(REPOSITORY)]),
+            "PYTHONPATH": os.pathsep.join(str(path) for path in (self.fake_path, REPOSITORY) if path),
             "FAKE_LOG": str(self.log),
             "FAKE_ENDS": json.dumps(self.ends),
             "GIT_DIR": "/nonexistent",  # the commit must not change under a test
@@ -42,11 +43,11 @@ class Sweeps:
         self._processes.append(process)
         return process
 
-    def run(self, *arguments, **options):
-        return self.finish(self.start(*arguments, **options))
+    def run(self, *arguments, deadline_s=DEADLINE_S, **options):
+        return self.finish(self.start(*arguments, **options), deadline_s)
 
-    def finish(self, process):
-        out, err = process.communicate(timeout=DEADLINE_S)
+    def finish(self, process, deadline_s=DEADLINE_S):
+        out, err = process.communicate(timeout=deadline_s)
         return SimpleNamespace(code=process.returncode, out=out, err=err)
 
     @property
