@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import os
 import re
 from argparse import Namespace
@@ -32,7 +33,7 @@ from cbexp.errors import ConfigError
 
 HYDRA_VERSION_BASE = "1.3"
 MAX_JOB_FOLDER_LENGTH = 80
-SUBMITIT = "hydra_plugins.hydra_submitit_launcher."
+SUBMITIT = "hydra_plugins.hydra_submitit_launcher"
 
 
 class Composer:
@@ -119,13 +120,28 @@ def expand_sweep(common: DictConfig, config_loader: ConfigLoader) -> list[list[s
             "hydra/sweeper: only basic is supported, so that every cell is known before the first one runs. For a "
             "search use scripts/wandb_sweep.yaml."
         )
-    if not (has_basic_launcher(common) or node.launcher["_target_"].startswith(SUBMITIT)):
-        raise ConfigError("hydra/launcher: only basic, submitit_local and submitit_slurm are supported.")
+    _check_launcher(common)
     params: dict[str, str] = node.sweeper.params or {}
     assigned = [f"{key}={values}" for key, values in params.items()] + list_overrides(node, "task")
     parser = OverridesParser.create(config_loader=config_loader)  # it knows the choices that glob(...) means
     (cells,) = BasicSweeper.split_arguments(parser.parse_overrides(assigned), max_batch_size=None)
     return [list(cell) for cell in cells]
+
+
+def _check_launcher(common: DictConfig) -> None:
+    if has_basic_launcher(common):
+        return
+    if not common.hydra.launcher["_target_"].startswith(f"{SUBMITIT}."):
+        raise ConfigError("hydra/launcher: only basic, submitit_local and submitit_slurm are supported.")
+    if not _is_installed(SUBMITIT):
+        raise ConfigError("hydra/launcher: submitit is not installed: pip install 'cbexp[slurm]'.")
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # nor is its parent
+        return False
 
 
 def has_basic_launcher(common: DictConfig) -> bool:
