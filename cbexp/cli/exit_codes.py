@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cbexp.sweep.ends import FAILURES, CellEnd
+from cbexp.sweep.ends import CellEnd
 
 EXIT_OK = 0
 EXIT_JOB_FAILED = 1
@@ -32,4 +32,4 @@ def choose_sweep_exit_code(ends: Sequence[CellEnd], is_stopped: bool) -> int:
     """Return the exit code of a sweep; cells that cannot run on this machine do not count as failures."""
     if is_stopped:
         return EXIT_INTERRUPTED
-    return EXIT_JOB_FAILED if any(end.status in FAILURES for end in ends) else EXIT_OK
+    return EXIT_OK if all(end.is_done for end in ends) else EXIT_JOB_FAILED

@@ -100,10 +100,11 @@ def check_command(args: Namespace, conf_dir: Path, indices: Sequence[int] | None
         if not is_multirun:
             job, place = _check_job(composer, args, args.overrides, None, common)
             return CheckedCommand([job], place.folder, job.config.name, is_multirun=False, is_local=True)
+        naming = _name_folders_by_differences(cells)
         jobs = []
         for position, (index, cell) in enumerate(numbered):
             where = f"job {position} of {len(cells)} ({' '.join(_list_own_overrides(cell))}): "
-            jobs.append(_check_job(composer, args, cell, index, common, where)[0])
+            jobs.append(_check_job(composer, args, cell, index, common, where, naming)[0])
         _refuse_collisions(jobs)
         _refuse_equal_cells(jobs)
         with _explained(args.overrides, composer):
@@ -136,10 +137,11 @@ def _check_job(
     job_index: int | None,
     common: DictConfig,
     where: str = "",
+    naming: Sequence[str] = (),
 ) -> tuple[CheckedJob, Place]:
     shared = [] if job_index is None else list_overrides(common.hydra, "hydra")
     with _explained([*shared, *cell], composer, where):
-        composed = composer.compose_job([*shared, *cell])
+        composed = composer.compose_job([*shared, *naming, *cell])
         with placed_job(composed, job_index) as place:
             config = convert_config(without_hydra(composed))
     _refuse_idle_architecture(cell, config)
@@ -147,6 +149,14 @@ def _check_job(
     own = _list_own_overrides(cell)
     command = _format_command(args, own, needs_multirun=bool(common.hydra.sweeper.params))
     return CheckedJob(cell, config, job_index or 0, place.subdir, own, command), place
+
+
+def _name_folders_by_differences(cells: Sequence[list[str]]) -> list[str]:
+    """The override that keeps out of a job's folder name what all jobs share, and how the sweep runs them."""
+    common = set(cells[0]).intersection(*cells) if len(cells) > 1 else set()
+    keys = {override.key_or_group for override in parse_overrides(sorted(common))} | set(SWEEP_SETTINGS)
+    names = ",".join(f"'{key}'" for key in sorted(keys))
+    return [f"hydra.job.config.override_dirname.exclude_keys=[{names}]"]
 
 
 def _list_own_overrides(overrides: list[str]) -> list[str]:

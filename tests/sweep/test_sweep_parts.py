@@ -200,6 +200,7 @@ def test_zombie_is_no_owner(tmp_path):
         (["completed", "killed"], False, 1),
         (["timed_out"], False, 1),
         (["interrupted", "completed"], False, 1),
+        (["completed", "not_run"], False, 1),
         (["completed"], True, 130),
     ],
 )
