@@ -326,6 +326,10 @@ def test_keyboard_interrupt_stops_a_sweep(run, experiment):
         (["-m", "seed=1,2", "isolation=none", "cell_timeout_s=3"], ["no effect with isolation=none"]),
         (["-m", "seed=1,2", "cell_timeout_s=0"], ["cell_timeout_s=0"]),
         (["-m", "seed=1,2", "isolation=thread"], ["isolation=thread is not a choice"]),
+        (
+            ["-m", "seed=1,2", "isolation=none", "hydra/launcher=submitit_slurm"],
+            ["isolation=none has no effect"],
+        ),
         (["-m", "isolation=none,process"], ["isolation is a setting of the whole sweep"]),
         (["-m", "seed=1,2,1"], ["jobs 0 (seed=1) and 2 (seed=1) are the same cell"]),
         (["-m", "tracking.group=a,b"], ["are the same cell"]),

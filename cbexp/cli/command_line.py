@@ -13,6 +13,7 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
+from cbexp.cli.checked_jobs import CheckedCommand
 from cbexp.cli.composer import HYDRA_VERSION_BASE, parse_arguments, register_job_folder
 from cbexp.cli.exit_codes import (
     EXIT_BAD_CONFIG,
@@ -23,7 +24,7 @@ from cbexp.cli.exit_codes import (
     choose_exit_code,
 )
 from cbexp.cli.job_runner import JobRunner
-from cbexp.cli.preflight import PRIMARY_CONFIG, CheckedCommand, check_command
+from cbexp.cli.preflight import PRIMARY_CONFIG, check_command
 from cbexp.cli.terminal import report_error, say, silence_stdout
 from cbexp.config import register_schema
 from cbexp.engine import UnsupportedTransformersError, check_transformers_version

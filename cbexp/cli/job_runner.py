@@ -9,8 +9,9 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from cbexp.cli.checked_jobs import CheckedCommand
 from cbexp.cli.exit_codes import BAD_CONFIG
-from cbexp.cli.preflight import CheckedCommand, convert_config
+from cbexp.cli.preflight import convert_config
 from cbexp.cli.terminal import report_error, say
 from cbexp.config import ExperimentConfig
 from cbexp.errors import CbexpError, ConfigError

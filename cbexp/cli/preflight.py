@@ -6,10 +6,8 @@ import dataclasses
 import re
 import shlex
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from hydra.errors import HydraException
@@ -18,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
+from cbexp.cli.checked_jobs import CheckedCommand, CheckedJob, refuse_collisions, refuse_equal_cells
 from cbexp.cli.composer import (
     Composer,
     Place,
@@ -33,41 +32,8 @@ from cbexp.cli.composer import (
 from cbexp.cli.config_errors import explain_choice, explain_error, explain_unknown_setting
 from cbexp.config import SWEEP_SETTINGS, ExperimentConfig
 from cbexp.errors import CbexpError, ConfigError
-from cbexp.sweep.cells import hash_config
 
 PRIMARY_CONFIG = "config"
-
-
-@dataclass(frozen=True)
-class CheckedJob:
-    """One job of the command line; `subdir` is its folder in the sweep's, None for a single run.
-
-    `overrides` are those of the job, without what all jobs share of Hydra's settings; `own_overrides` and `command`,
-    which runs the job alone, are without the sweep's settings and any of Hydra's.
-    """
-
-    overrides: list[str]
-    config: ExperimentConfig
-    index: int
-    subdir: str | None
-    own_overrides: list[str]
-    command: str
-
-    @property
-    def cell_hash(self) -> str:
-        """What identifies the job as a cell of a sweep."""
-        return hash_config(self.config)
-
-
-@dataclass(frozen=True)
-class CheckedCommand:
-    """What a command line will run, in order. `output_dir` is the run's or sweep's, but for the time in its name."""
-
-    jobs: list[CheckedJob]
-    output_dir: Path
-    name: str
-    is_multirun: bool
-    is_local: bool
 
 
 def check_command(args: Namespace, conf_dir: Path, indices: Sequence[int] | None = None) -> CheckedCommand:
@@ -105,8 +71,12 @@ def check_command(args: Namespace, conf_dir: Path, indices: Sequence[int] | None
         for position, (index, cell) in enumerate(numbered):
             where = f"job {position} of {len(cells)} ({' '.join(_list_own_overrides(cell))}): "
             jobs.append(_check_job(composer, args, cell, index, common, where, naming)[0])
-        _refuse_collisions(jobs)
-        _refuse_equal_cells(jobs)
+        refuse_collisions(jobs)
+        refuse_equal_cells(jobs)
+        if jobs[0].config.isolation == "none" and not has_basic_launcher(common):
+            raise ConfigError(
+                "isolation=none has no effect with hydra/launcher=submitit_...: a cluster's job is a process. Remove it."
+            )
         with _explained(args.overrides, composer):
             sweep_dir = find_sweep_dir(common)
     return CheckedCommand(
@@ -231,44 +201,6 @@ def _refuse_broken_text(overrides: list[str]) -> None:
             text.encode()
         except UnicodeEncodeError as error:
             raise ConfigError(f"{text!r} is no valid UTF-8: no record could hold it.") from error
-
-
-def _refuse_collisions(jobs: Sequence[CheckedJob]) -> None:
-    """Refuse jobs that would write to one file or folder, or of which the sweep's own settings differ."""
-    path = _find_duplicate([job.config.stats_path for job in jobs if job.config.stats_path is not None])
-    if path is not None:
-        raise ConfigError(
-            f"stats_path={path}: the jobs of this sweep would overwrite each other's file. "
-            "Use a path of each job's own, as in 'stats_path=stats_${hydra:job.num}.json'."
-        )
-    subdir = _find_duplicate([str(job.subdir) for job in jobs])
-    if subdir is not None:
-        raise ConfigError(
-            f"hydra.sweep.subdir={subdir}: jobs of this sweep would share a folder. Put ${{hydra.job.num}} into it."
-        )
-    for job in jobs:
-        if Path(str(job.subdir)).is_absolute() or ".." in Path(str(job.subdir)).parts:
-            raise ConfigError(f"hydra.sweep.subdir={job.subdir} must be a folder inside hydra.sweep.dir.")
-    for key in ("isolation", "resume", "resume_force", "dry_run"):
-        if len({getattr(job.config, key) for job in jobs}) > 1:
-            raise ConfigError(
-                f"{key} is a setting of the whole sweep: it must be the same in all of its jobs."
-            )
-
-
-def _refuse_equal_cells(jobs: Sequence[CheckedJob]) -> None:
-    first: dict[str, CheckedJob] = {}
-    for job in jobs:
-        other = first.setdefault(job.cell_hash, job)
-        if other is not job:
-            raise ConfigError(
-                f"jobs {other.index} ({' '.join(other.own_overrides)}) and {job.index} ({' '.join(job.own_overrides)}) "
-                "are the same cell: they differ at most in tracking and in where results go. Repeat by seed=1,2,3."
-            )
-
-
-def _find_duplicate(names: Sequence[str]) -> str | None:
-    return next((name for name, count in Counter(names).items() if count > 1), None)
 
 
 def _list_added_keys(settings: DictConfig, prefix: str = "") -> Iterator[str]:

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cbexp.cli.cell_task import CellTask, start_cell
+from cbexp.cli.checked_jobs import CheckedCommand
 from cbexp.cli.composer import open_composer
 from cbexp.cli.exit_codes import choose_sweep_exit_code
 from cbexp.cli.launching import CellLauncher
-from cbexp.cli.preflight import PRIMARY_CONFIG, CheckedCommand
+from cbexp.cli.preflight import PRIMARY_CONFIG
 from cbexp.cli.sweep_display import SweepDisplay, load_sweep_runs, say_report
 from cbexp.cli.sweep_plan import PlannedCell, SweepPlan, begin_sweep, resume_sweep
 from cbexp.cli.terminal import report_error, say
@@ -132,6 +133,7 @@ def _run(cell: Cell) -> CellEnd:
 
 def _submit(plan: SweepPlan, launcher: CellLauncher) -> _Ran:
     """Hand the cells to a cluster and wait for them."""
+    say(f"submitting {len(plan.to_run)} cells; each one's folder has its log and status")
     cells = [item.cell for item in plan.to_run]
     for cell in cells:
         set_aside(cell.folder)

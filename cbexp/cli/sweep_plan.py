@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cbexp.cli.preflight import CheckedCommand, CheckedJob, check_command
+from cbexp.cli.checked_jobs import CheckedCommand, CheckedJob
+from cbexp.cli.preflight import check_command
 from cbexp.config import SweepInfo
 from cbexp.sweep.cells import Cell
 from cbexp.sweep.manifest import (

@@ -38,7 +38,9 @@ def test_jobs_run_the_cells_and_resume_submits_what_is_missing(slurm, launcher):
     assert set(slurm.statuses().values()) == {"completed"}
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "sent", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2], ids=lambda number: number.name
+)
 def test_job_that_the_cluster_ends_is_interrupted_and_resumable(slurm, sent):
     slurm.ends = {2: "hang"}
     process = slurm.start("-m", "seed=1,2", QUIET, "hydra/launcher=submitit_slurm")

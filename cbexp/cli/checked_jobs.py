@@ -1,0 +1,83 @@
+"""Jobs that have been composed and validated, and what jobs of one sweep must not have in common."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cbexp.config import ExperimentConfig
+from cbexp.errors import ConfigError
+from cbexp.sweep.cells import hash_config
+
+
+@dataclass(frozen=True)
+class CheckedJob:
+    """One job of the command line; `subdir` is its folder in the sweep's, None for a single run.
+
+    `overrides` are those of the job, without what all jobs share of Hydra's settings; `own_overrides` and `command`,
+    which runs the job alone, are without the sweep's settings and any of Hydra's.
+    """
+
+    overrides: list[str]
+    config: ExperimentConfig
+    index: int
+    subdir: str | None
+    own_overrides: list[str]
+    command: str
+
+    @property
+    def cell_hash(self) -> str:
+        """What identifies the job as a cell of a sweep."""
+        return hash_config(self.config)
+
+
+@dataclass(frozen=True)
+class CheckedCommand:
+    """What a command line will run, in order. `output_dir` is the run's or sweep's, but for the time in its name."""
+
+    jobs: list[CheckedJob]
+    output_dir: Path
+    name: str
+    is_multirun: bool
+    is_local: bool
+
+
+def refuse_collisions(jobs: Sequence[CheckedJob]) -> None:
+    """Refuse jobs that would write to one file or folder, or of which the sweep's own settings differ."""
+    path = _find_duplicate([job.config.stats_path for job in jobs if job.config.stats_path is not None])
+    if path is not None:
+        raise ConfigError(
+            f"stats_path={path}: the jobs of this sweep would overwrite each other's file. "
+            "Use a path of each job's own, as in 'stats_path=stats_${hydra:job.num}.json'."
+        )
+    subdir = _find_duplicate([str(job.subdir) for job in jobs])
+    if subdir is not None:
+        raise ConfigError(
+            f"hydra.sweep.subdir={subdir}: jobs of this sweep would share a folder. Put ${{hydra.job.num}} into it."
+        )
+    for job in jobs:
+        if Path(str(job.subdir)).is_absolute() or ".." in Path(str(job.subdir)).parts:
+            raise ConfigError(f"hydra.sweep.subdir={job.subdir} must be a folder inside hydra.sweep.dir.")
+    for key in ("isolation", "resume", "resume_force", "dry_run"):
+        if len({getattr(job.config, key) for job in jobs}) > 1:
+            raise ConfigError(
+                f"{key} is a setting of the whole sweep: it must be the same in all of its jobs."
+            )
+
+
+def refuse_equal_cells(jobs: Sequence[CheckedJob]) -> None:
+    """Refuse a sweep that has one cell twice; it would be known by one hash."""
+    first: dict[str, CheckedJob] = {}
+    for job in jobs:
+        other = first.setdefault(job.cell_hash, job)
+        if other is not job:
+            raise ConfigError(
+                f"jobs {other.index} ({' '.join(other.own_overrides)}) and {job.index} ({' '.join(job.own_overrides)}) "
+                "are the same cell: they differ at most in tracking and in where results go. Repeat by seed=1,2,3."
+            )
+
+
+def _find_duplicate(names: Sequence[str]) -> str | None:
+    return next((name for name, count in Counter(names).items() if count > 1), None)
