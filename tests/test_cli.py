@@ -166,6 +166,13 @@ def test_experiment_can_be_a_sweep_of_its_own(run, experiment):
     assert [call.config.compile.mode for call in experiment.calls] == ["eager", "cuda_graph"]
 
 
+def test_dry_run_of_a_sweep_runs_each_job_here_and_leaves_nothing(run, experiment):
+    experiment.behave = lambda config: "dry_run"
+    result = run("-m", "seed=1,2", "dry_run=true")
+    assert (result.code, [call.config.seed for call in experiment.calls]) == (0, [1, 2])
+    assert list(Path.cwd().glob("outputs/default/*")) == []
+
+
 def test_tracking_group_names_the_sweep(run, experiment):
     run("-m", "seed=1,2", "tracking.group=mine")
     assert {call.sweep.group for call in experiment.calls} == {"mine"}
@@ -327,7 +334,7 @@ def test_keyboard_interrupt_stops_a_sweep(run, experiment):
         (["-m", "seed=1,2", "cell_timeout_s=0"], ["cell_timeout_s=0"]),
         (["-m", "seed=1,2", "isolation=thread"], ["isolation=thread is not a choice"]),
         (
-            ["-m", "seed=1,2", "isolation=none", "hydra/launcher=submitit_slurm"],
+            ["-m", "seed=1,2", "isolation=none", "hydra/launcher=slurm"],
             ["isolation=none has no effect"],
         ),
         (["-m", "isolation=none,process"], ["isolation is a setting of the whole sweep"]),
@@ -373,6 +380,13 @@ def test_bad_own_yaml_is_one_message(run, tmp_path, text, fragments):
         assert fragment in result.err
     assert "Traceback" not in result.err
     assert list(Path.cwd().iterdir()) == []
+
+
+def test_launcher_of_an_extra_says_how_to_get_it(run, monkeypatch):
+    monkeypatch.setattr("cbexp.cli.composer._is_installed", lambda module: False)
+    result = run("-m", "seed=1,2", "hydra/launcher=slurm")
+    assert (result.code, list(Path.cwd().iterdir())) == (2, [])
+    assert result.err == "cbexp: hydra/launcher=slurm needs submitit: pip install 'cbexp[slurm]'.\n"
 
 
 def test_full_error_shows_the_traceback(run, monkeypatch):

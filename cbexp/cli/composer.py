@@ -129,12 +129,19 @@ def expand_sweep(common: DictConfig, config_loader: ConfigLoader) -> list[list[s
 
 
 def _check_launcher(common: DictConfig) -> None:
-    if has_basic_launcher(common):
-        return
-    if not common.hydra.launcher["_target_"].startswith(f"{SUBMITIT}."):
-        raise ConfigError("hydra/launcher: only basic, submitit_local and submitit_slurm are supported.")
-    if not _is_installed(SUBMITIT):
-        raise ConfigError("hydra/launcher: submitit is not installed: pip install 'cbexp[slurm]'.")
+    is_submitit = common.hydra.launcher["_target_"].startswith(f"{SUBMITIT}.")
+    if not (has_basic_launcher(common) or is_submitit):
+        raise ConfigError(
+            "hydra/launcher: only basic, slurm, submitit_slurm and submitit_local are supported."
+        )
+
+
+def check_launcher_is_installed(overrides: Sequence[Override]) -> None:
+    """Raise `ConfigError` when a launcher is chosen that comes with an extra, and that is not installed."""
+    for override in overrides:
+        is_submitit = re.match("slurm|submitit", str(override.value() or ""))
+        if override.key_or_group == "hydra/launcher" and is_submitit and not _is_installed(SUBMITIT):
+            raise ConfigError(f"{override.input_line} needs submitit: pip install 'cbexp[slurm]'.")
 
 
 def _is_installed(module: str) -> bool:

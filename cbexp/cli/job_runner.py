@@ -58,6 +58,9 @@ class JobRunner:
         finally:
             if config.dry_run:
                 _remove_traces(run_dir)
+                if self._command.is_multirun:
+                    (run_dir.parent / "multirun.yaml").unlink(missing_ok=True)
+                    _remove_if_empty(run_dir.parent)
 
 
 def _run(cell: Cell) -> tuple[str, float | None]:
@@ -73,5 +76,9 @@ def _run(cell: Cell) -> tuple[str, float | None]:
 def _remove_traces(run_dir: Path) -> None:
     """Hydra makes a folder for every job; a dry run has nothing to put there."""
     shutil.rmtree(run_dir / ".hydra", ignore_errors=True)
-    if run_dir.is_dir() and not any(run_dir.iterdir()):
-        run_dir.rmdir()
+    _remove_if_empty(run_dir)
+
+
+def _remove_if_empty(folder: Path) -> None:
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()

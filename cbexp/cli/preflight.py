@@ -20,6 +20,7 @@ from cbexp.cli.checked_jobs import CheckedCommand, CheckedJob, refuse_collisions
 from cbexp.cli.composer import (
     Composer,
     Place,
+    check_launcher_is_installed,
     expand_sweep,
     find_sweep_dir,
     has_basic_launcher,
@@ -56,6 +57,7 @@ def check_command(args: Namespace, conf_dir: Path, indices: Sequence[int] | None
     _refuse_broken_text(args.overrides)
     with open_composer(conf_dir, args.config_dir, args.config_name or PRIMARY_CONFIG) as composer:
         with _explained(args.overrides, composer):
+            check_launcher_is_installed(parse_overrides(args.overrides))
             _check_group_overrides(args.overrides, composer)
             common = composer.compose_common(args.overrides)
             is_multirun = args.multirun or common.hydra.mode == RunMode.MULTIRUN
@@ -75,7 +77,7 @@ def check_command(args: Namespace, conf_dir: Path, indices: Sequence[int] | None
         refuse_equal_cells(jobs)
         if jobs[0].config.isolation == "none" and not has_basic_launcher(common):
             raise ConfigError(
-                "isolation=none has no effect with hydra/launcher=submitit_...: a cluster's job is a process. Remove it."
+                "isolation=none has no effect with hydra/launcher=submitit: each job is a process. Remove it."
             )
         with _explained(args.overrides, composer):
             sweep_dir = find_sweep_dir(common)

@@ -20,12 +20,13 @@ def slurm(sweeps):
     return sweeps
 
 
-@pytest.mark.parametrize("launcher", ["submitit_slurm", "submitit_local"])
+@pytest.mark.parametrize("launcher", ["slurm", "submitit_slurm", "submitit_local"])
 def test_jobs_run_the_cells_and_resume_submits_what_is_missing(slurm, launcher):
     slurm.ends = {2: "fail", 3: "sigkill"}
     command = ["-m", "seed=1,2,3,4", QUIET, f"hydra/launcher={launcher}"]
     done = slurm.run(*command)
     assert done.code == 1, done.err
+    assert done.err == ""
     assert slurm.statuses() == {0: "completed", 1: "failed", 2: "killed", 3: "completed"}
     assert "2 of 4 cells are done" in done.out
     assert (slurm.cell_folder(1) / "log.txt").exists()
@@ -43,7 +44,7 @@ def test_jobs_run_the_cells_and_resume_submits_what_is_missing(slurm, launcher):
 )
 def test_job_that_the_cluster_ends_is_interrupted_and_resumable(slurm, sent):
     slurm.ends = {2: "hang"}
-    process = slurm.start("-m", "seed=1,2", QUIET, "hydra/launcher=submitit_slurm")
+    process = slurm.start("-m", "seed=1,2", QUIET, "hydra/launcher=slurm")
     cell_pid = slurm.wait_for_call(2)["pid"]
     time.sleep(0.2)
     psutil.Process(cell_pid).parent().send_signal(sent)
@@ -56,7 +57,7 @@ def test_job_that_the_cluster_ends_is_interrupted_and_resumable(slurm, sent):
 
 def test_job_that_is_killed_takes_its_cell_with_it(slurm):
     slurm.ends = {1: "hang"}
-    slurm.start("-m", "seed=1,2", QUIET, "hydra/launcher=submitit_slurm")
+    slurm.start("-m", "seed=1,2", QUIET, "hydra/launcher=slurm")
     cell_pid = slurm.wait_for_call(1)["pid"]
     psutil.Process(cell_pid).parent().kill()
     wait_until(lambda: not is_running(cell_pid), 5)
