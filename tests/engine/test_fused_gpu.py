@@ -250,7 +250,7 @@ def test_attention_of_other_head_sizes(rows, head_dim):
     check_attention(attention_arguments(spread_positions(rows), dtype, head_dim=head_dim), dtype)
 
 
-@pytest.mark.parametrize(("rows", "longest"), [(1, 9000), (2, 5000), (16, 3001), (64, 4500), (256, 9000)])
+@pytest.mark.parametrize(("rows", "longest"), [(1, 9000), (2, 5000), (16, 3001), (64, 4500), (256, 2000)])
 def test_attention_of_rows_of_all_lengths(rows, longest):
     """Rows of many chunks beside rows of one, twice: the second run finds what the first has left."""
     dtype = torch.bfloat16

@@ -6,12 +6,13 @@ import dataclasses
 
 import pytest
 import torch
+from torch.nn import functional
 
 from cbexp.engine.compile_modes import build_step_runner
 from cbexp.engine.decode_buffers import allocate_decode_buffers
 from cbexp.engine.model_forward import ModelForward
 from cbexp.engine.sampling import advance
-from cbexp.engine.self_check import Tolerance, check_bucket
+from cbexp.engine.self_check import Tolerance, _rounding_noise, check_bucket
 from cbexp.engine.types import EngineError
 from tests.engine.decode_fixtures import build_buffers, build_decode_model, build_pools, set_rows, state_of
 
@@ -224,3 +225,23 @@ def test_a_step_runner_passes(setting):
         bucket=6,
         mode="eager",
     )
+
+
+@pytest.mark.parametrize("num_layers", [4, 36])
+def test_rounding_noise_is_that_of_a_rounded_residual_stream(num_layers):
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    exact, head = draw(16, 256).bfloat16().float(), draw(256, 2000) / 16
+    streams = [exact.bfloat16(), exact.bfloat16()]
+    for _ in range(2 * num_layers):
+        added = draw(16, 256)
+        exact = exact + added
+        # Each side has computed what it adds in an order of its own, and rounded that.
+        noisy = [added * (1 + 2**-9 * draw(16, 256)) for _ in streams]
+        streams = [stream + own.bfloat16() for stream, own in zip(streams, noisy, strict=True)]
+    logits = [functional.rms_norm(s.float(), (256,)) @ head for s in streams]
+    difference = (logits[0] - logits[1]).abs().mean()
+    assert difference < _rounding_noise(logits[0].bfloat16(), num_layers) < 3 * difference
