@@ -70,6 +70,8 @@ def _ttft(row: Row) -> Cell:
 def _memory(row: Row) -> Cell:
     if row["peak_allocated_gib"] is not None:
         return Cell(row["peak_allocated_gib"], f"{row['peak_allocated_gib']:,.2f} GiB")
+    if row["peak_reserved_gib"] is not None:
+        return Cell(row["peak_reserved_gib"], f"{row['peak_reserved_gib']:,.2f} GiB", "reserved")
     if row["peak_host_gib"] is not None:
         return Cell(row["peak_host_gib"], f"{row['peak_host_gib']:,.2f} GiB", "of the process")
     return Cell(None)

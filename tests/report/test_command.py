@@ -68,6 +68,12 @@ def test_host_memory_is_told_from_device_memory(make_run):
     assert "0.50 GiB host" in text
 
 
+def test_what_a_peer_took_of_the_device_is_its_memory(make_run):
+    """vLLM's allocator is in another process: what is known is what it took in all."""
+    run = make_run("vllm", peak_allocated_gib=None, peak_reserved_gib=112.5)
+    assert "112.50 GiB  " in format_table(load_runs([run]))
+
+
 def test_text_that_looks_like_the_terminals_markup_stays_text(make_run):
     text = format_table(load_runs([make_run("1", ["name2=[red]x[/red]"]), make_run("2", ["seed=\x1b"])]))
     assert "name2=[red]x[/red]" in text
