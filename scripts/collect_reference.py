@@ -1,75 +1,73 @@
-"""Keeps measured runs for the README: copies the small records of completed jobs and writes their table.
+"""Keeps measured runs for the README: copies the small records of jobs, without the paths of the machine they ran on.
 
-python -m cbexp -m experiment=rollout_32 model=qwen3_4b model.init=random driver=sync,manager,generate
-python scripts/collect_reference.py outputs/rollout_32/DATE_TIME --into outputs/reference/rollout_32
+    python scripts/collect_reference.py outputs/rollout_32/DATE_TIME --into outputs/reference/h200
+    python -m cbexp.report outputs/reference/h200
+
+Each job goes into a folder of its own name. One that was broken off is kept as it is: the report says how it ended.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import shutil
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
-KEPT = (
-    "summary.json",
-    "engine.json",
-    "environment.json",
-    "rounds.jsonl",
+JOB_FILES = (
+    "cell.json",
+    "config.yaml",
     "status.json",
-    ".hydra/overrides.yaml",
+    "environment.json",
+    "engine.json",
+    "rounds.jsonl",
+    "summary.json",
 )
-HEADER = (
-    "| driver | attention | compile | output tokens/s (median) | range | peak device memory | command's overrides |\n"
-    "|---|---|---|---|---|---|---|\n"
-)
+ABSOLUTE_PATH = re.compile(r"(?<![\w.~])(?:~|/[\w.+-]+)?/(?:[\w.+-]+/)*([\w.+-]+)")
 
 
-def find_completed_jobs(sources: list[Path]) -> list[Path]:
-    """Folders with a summary.json at or below `sources`, in order of their names."""
-    jobs = sorted({path.parent for source in sources for path in source.rglob("summary.json")})
+def find_jobs(sources: list[Path]) -> list[Path]:
+    """Folders with a status.json at or below `sources`, in order of their names."""
+    jobs = sorted({path.parent for source in sources for path in source.rglob("status.json")})
     if not jobs:
-        sys.exit(f"no completed job (no summary.json) in {', '.join(map(str, sources))}")
-    hashes = {load(job)["workload_hash"] for job in jobs}
-    if len(hashes) > 1:
-        sys.exit("these jobs did different work (their workload_hash differs): collect them apart")
+        sys.exit(f"no job (no status.json) in {', '.join(map(str, sources))}")
+    names = [job.name for job in jobs]
+    if len(set(names)) < len(names):
+        sys.exit("two of these jobs have folders of the same name: collect them apart")
     return jobs
 
 
-def load(job: Path) -> dict[str, Any]:
-    summary: dict[str, Any] = json.loads((job / "summary.json").read_text())
-    return summary
-
-
-def keep_job(job: Path, into: Path) -> Path:
-    summary = load(job)
-    kept = into / f"{summary['backend']}_{summary['attn_impl']}_{summary['compile_mode']}"
+def keep_job(job: Path, into: Path, commit: str | None) -> Path:
+    kept = into / job.name
     if kept.exists():
         sys.exit(f"{kept} is there already: remove it first, results are never overwritten")
     kept.mkdir(parents=True)
-    for name in KEPT:
-        shutil.copy(job / name, kept / Path(name).name)
+    for name in JOB_FILES:
+        if (job / name).exists():
+            keep_file(job / name, kept / name)
+    environment = kept / "environment.json"
+    if commit is not None and environment.exists():
+        add_commit(environment, commit)
     return kept
 
 
-def describe_job(kept: Path) -> str:
-    summary = load(kept)
-    rate, memory = summary["output_tokens_per_s"], summary["peak_memory_gb"]
-    overrides = " ".join(
-        line.removeprefix("- ") for line in (kept / "overrides.yaml").read_text().splitlines()
-    )
-    cells = (
-        summary["backend"],
-        summary["attn_impl"],
-        summary["compile_mode"],
-        f"{rate['median']:,.0f}",
-        f"{rate['min']:,.0f} to {rate['max']:,.0f}",
-        "-" if memory is None else f"{memory:.1f} GB",
-        f"`{overrides}`",
-    )
-    return f"| {' | '.join(cells)} |\n"
+def keep_file(source: Path, target: Path) -> None:
+    target.write_text(without_paths(source.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def without_paths(text: str) -> str:
+    """`text` with absolute paths cut down to their last part."""
+    return ABSOLUTE_PATH.sub(r"\1", text)
+
+
+def add_commit(path: Path, commit: str) -> None:
+    """Name the commit of a job that ran from a copy without its history."""
+    environment: dict[str, Any] = json.loads(path.read_text())
+    if environment["source"]["commit"] not in (None, commit):
+        sys.exit(f"{path}: the job ran from {environment['source']['commit']}, not from --commit={commit}")
+    environment["source"] = {"commit": commit, "is_dirty": False}
+    path.write_text(json.dumps(environment, indent=2) + "\n")
 
 
 def main() -> None:
@@ -78,11 +76,10 @@ def main() -> None:
     )
     parser.add_argument("sources", type=Path, nargs="+", help="folders of jobs or sweeps")
     parser.add_argument("--into", type=Path, required=True, help="where they are kept")
+    parser.add_argument("--commit", help="what the jobs ran, for those that ran from a copy without git")
     arguments = parser.parse_args()
-    kept = [keep_job(job, arguments.into) for job in find_completed_jobs(arguments.sources)]
-    table = HEADER + "".join(describe_job(job) for job in kept)
-    (arguments.into / "table.md").write_text(table)
-    sys.stdout.write(table)
+    for job in find_jobs(arguments.sources):
+        print(keep_job(job, arguments.into, arguments.commit))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The benchmark scripts, with a tiny model on a CPU and a stand-in for vLLM; their tables by hand."""
+"""The benchmark scripts, with a tiny model on a CPU."""
 
 import csv
 import importlib
@@ -24,23 +24,6 @@ TINY = {
     "eos_token_id": 2,
 }
 TINY_OVERRIDES = [f"--override=model.architecture.{key}={value}" for key, value in TINY.items()]
-# Gives each request its tokens, or one less to the first when SHORT is set; refuses what would not be like the others.
-FAKE_VLLM = """
-import json, os, pathlib
-from types import SimpleNamespace
-class SamplingParams(SimpleNamespace): pass
-class LLM:
-    def __init__(self, model, load_format, enable_prefix_caching, **settings):
-        config = json.loads((pathlib.Path(model) / "config.json").read_text())
-        assert load_format == "dummy" and not enable_prefix_caching
-        assert config["architectures"] == ["Qwen3ForCausalLM"] and config["rope_theta"] == 1e6
-    def generate(self, prompts, sampling, use_tqdm):
-        assert all(params.ignore_eos and params.temperature == 0 for params in sampling)
-        assert all(1 not in p["prompt_token_ids"] and 2 not in p["prompt_token_ids"] for p in prompts)
-        lengths = [params.max_tokens for params in sampling]
-        lengths[0] -= "SHORT" in os.environ
-        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[3] * length)]) for length in lengths]
-"""
 
 
 @pytest.fixture
@@ -71,82 +54,6 @@ def run_script(load_script, monkeypatch, tmp_path):
         return None
 
     return run
-
-
-@pytest.fixture
-def vllm_site(tmp_path):
-    package = tmp_path / "site" / "vllm"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text(FAKE_VLLM)
-    (package / "inputs.py").write_text("TokensPrompt = dict\n")
-    return package.parent
-
-
-@pytest.fixture
-def benchmark_rollouts(run_script, vllm_site):
-    def benchmark(*arguments):
-        return run_script(
-            "benchmark_rollouts",
-            *("--into", "kept", "--work-dir", "work", "--model", "qwen3_0_6b", "--workloads", "smoke"),
-            *("--rounds", 2, "--vllm-pythonpath", vllm_site, "--override", "sampling.ignore_eos=true"),
-            *(*TINY_OVERRIDES, *arguments),
-        )
-
-    return benchmark
-
-
-def test_rollouts_of_two_systems_on_the_same_work(tmp_path, benchmark_rollouts, monkeypatch, capsys):
-    assert benchmark_rollouts("--systems", "generate", "vllm") is None
-    kept = tmp_path / "kept/smoke"
-    ours, theirs = (json.loads((kept / f"{name}.json").read_text()) for name in ("generate", "vllm"))
-    assert ours["work"] == theirs["work"]
-    assert (ours["work"]["num_requests"], ours["work"]["num_output_tokens"]) == (4, 64)
-    assert len(ours["wall_times_s"]) == len(theirs["wall_times_s"]) == 2
-    expected = 64 / (sum(ours["wall_times_s"]) / 2)
-    assert ours["output_tokens_per_s"]["median"] == pytest.approx(expected)
-    assert theirs["settings"]["max_num_seqs"] == 4
-    assert theirs["settings"]["max_model_len"] == 64  # at most 24 + 16 tokens
-    assert ours["versions"]["transformers"] is not None
-    table = (tmp_path / "kept/table.md").read_text()
-    assert capsys.readouterr().out.endswith(table)
-    assert "| smoke | generate | eager |" in table
-
-    # What was measured stays; a run that did less work is no result.
-    (kept / "vllm.json").unlink()
-    before = (kept / "generate.json").read_bytes()
-    monkeypatch.setenv("SHORT", "1")
-    failures = benchmark_rollouts("--systems", "generate", "vllm")
-    assert "vllm, smoke, round 0: 4 requests with 63 tokens, and 4 with 64 were asked for" in failures
-    assert "smoke/generate: measured before" in capsys.readouterr().out
-    assert [path.name for path in kept.iterdir()] == ["generate.json"]
-    assert (kept / "generate.json").read_bytes() == before
-
-
-def test_a_system_that_fails_shows_the_end_of_its_log(tmp_path, benchmark_rollouts, vllm_site):
-    (vllm_site / "vllm/__init__.py").write_text("raise ImportError('no such library')\n")
-    failures = benchmark_rollouts("--only", "*/vllm")
-    assert failures.startswith("vllm: exit code 1")
-    assert failures.endswith("no such library")
-    assert not list((tmp_path / "kept").glob("*/*.json"))
-
-
-def test_work_that_ends_at_eos_is_refused(tmp_path, benchmark_rollouts):
-    assert "smoke ends at EOS" in benchmark_rollouts("--override", "sampling.ignore_eos=false")
-    assert not (tmp_path / "work").exists()
-
-
-def test_records_of_unlike_work_make_no_table(tmp_path, load_script):
-    records = load_script("rollout_records")
-    workloads = load_script("rollout_workloads")
-    (tmp_path / "w").mkdir()
-    for system, limits in (("sync", [2, 3]), ("vllm", [3, 2])):  # as many tokens, and not the same ones
-        workload = workloads.Workload("w", [[5], [6, 7]], limits, 2)
-        record = records.build_record(workload, system, [2.0, 1.0, 4.0], {"set_up_s": 1.0})
-        assert record["output_tokens_per_s"] == {"median": 2.5, "min": 1.25, "max": 5.0}
-        (tmp_path / f"w/{system}.json").write_text(json.dumps(record))
-    with pytest.raises(workloads.UnlikeWorkError, match="of different work"):
-        records.write_table(tmp_path)
-    assert not (tmp_path / "table.md").exists()
 
 
 def test_steps_are_timed_in_every_shape(tmp_path, run_script):

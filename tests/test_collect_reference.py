@@ -1,27 +1,28 @@
-"""Keeping measured runs: the table says what the records say, and unlike work is not put into one."""
+"""Keeping measured runs: what the report reads stays, paths of the machine do not."""
 
 import json
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[1] / "scripts" / "collect_reference.py"
 
 
-def write_job(folder: Path, driver: str, tokens_per_s: float, workload: str = "a") -> None:
-    (folder / ".hydra").mkdir(parents=True)
-    summary = {
-        "backend": driver,
-        "attn_impl": "sdpa",
-        "compile_mode": "eager",
-        "workload_hash": workload,
-        "output_tokens_per_s": {"median": tokens_per_s, "min": 1.0, "max": 9999.6},
-        "peak_memory_gb": 12.34,
-    }
-    (folder / "summary.json").write_text(json.dumps(summary))
-    (folder / ".hydra" / "overrides.yaml").write_text(f"- experiment=rollout_32\n- driver={driver}\n")
-    for name in ("engine.json", "environment.json", "rounds.jsonl", "status.json"):
-        (folder / name).write_text("{}")
+def write_job(folder: Path, status: str = "completed", commit: str | None = None) -> None:
+    folder.mkdir(parents=True)
+    (folder / "status.json").write_text(json.dumps({"status": status}))
+    command = "python -m cbexp model=hf model.name_or_path=org/Name driver.pythonpath=/tmp/a/site"
+    (folder / "cell.json").write_text(json.dumps({"command": command}))
+    (folder / "engine.json").write_text(
+        json.dumps({"model": "/root/.cache/x/178e", "share": "3/4", "home": "~/y/z"})
+    )
+    (folder / "environment.json").write_text(json.dumps({"source": {"commit": commit, "is_dirty": None}}))
+    (folder / "rounds.jsonl").write_text('{"round_index": 0, "unit": "tokens/s"}\n')
+    (folder / "completions.jsonl").write_text('{"text": "large"}\n')
+    if status == "completed":
+        (folder / "summary.json").write_text('{"model": "org/Name"}')
 
 
 def collect(*arguments: object):
@@ -30,27 +31,55 @@ def collect(*arguments: object):
     )
 
 
-def test_table_of_two_jobs(tmp_path):
-    write_job(tmp_path / "runs" / "0", "sync", 708.4)
-    write_job(tmp_path / "runs" / "1", "generate", 860.0)
-    done = collect(tmp_path / "runs", "--into", tmp_path / "kept")
+def read(path: Path):
+    return json.loads(path.read_text())
+
+
+def test_records_are_kept_without_paths(tmp_path):
+    write_job(tmp_path / "runs/sweep/0_sync")
+    write_job(tmp_path / "runs/1_broken_off", status="running")
+    done = collect(tmp_path / "runs", "--into", tmp_path / "kept", "--commit", "abc123")
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert lines[2:] == [
-        "| sync | sdpa | eager | 708 | 1 to 10,000 | 12.3 GB | `experiment=rollout_32 driver=sync` |",
-        "| generate | sdpa | eager | 860 | 1 to 10,000 | 12.3 GB | `experiment=rollout_32 driver=generate` |",
+    kept = tmp_path / "kept/0_sync"
+    assert sorted(path.name for path in kept.iterdir()) == [
+        "cell.json",
+        "engine.json",
+        "environment.json",
+        "rounds.jsonl",
+        "status.json",
+        "summary.json",
     ]
-    assert (tmp_path / "kept" / "table.md").read_text() == done.stdout
-    assert (tmp_path / "kept" / "sync_sdpa_eager" / "engine.json").exists()
+    command = "python -m cbexp model=hf model.name_or_path=org/Name driver.pythonpath=site"
+    assert read(kept / "cell.json") == {"command": command}
+    assert read(kept / "engine.json") == {"model": "178e", "share": "3/4", "home": "z"}
+    assert read(kept / "environment.json")["source"] == {"commit": "abc123", "is_dirty": False}
+    assert (kept / "rounds.jsonl").read_text() == '{"round_index": 0, "unit": "tokens/s"}\n'
+    assert not (tmp_path / "kept/1_broken_off/summary.json").exists()
+
+
+def test_nothing_is_overwritten(tmp_path):
+    write_job(tmp_path / "runs/0")
+    assert collect(tmp_path / "runs", "--into", tmp_path / "kept").returncode == 0
     again = collect(tmp_path / "runs", "--into", tmp_path / "kept")
     assert again.returncode == 1
     assert "never overwritten" in again.stderr
 
 
-def test_unlike_work_is_refused(tmp_path):
-    write_job(tmp_path / "runs" / "0", "sync", 1.0, workload="a")
-    write_job(tmp_path / "runs" / "1", "generate", 1.0, workload="b")
+@pytest.mark.parametrize(
+    ("folders", "message"), [((), "no job"), (("a/0", "b/0"), "folders of the same name")]
+)
+def test_what_cannot_be_kept_is_refused(tmp_path, folders, message):
+    (tmp_path / "runs").mkdir()
+    for folder in folders:
+        write_job(tmp_path / "runs" / folder)
     done = collect(tmp_path / "runs", "--into", tmp_path / "kept")
     assert done.returncode == 1
-    assert "workload_hash" in done.stderr
+    assert message in done.stderr
     assert not (tmp_path / "kept").exists()
+
+
+def test_another_commit_than_the_recorded_one_is_refused(tmp_path):
+    write_job(tmp_path / "runs/0", commit="recorded")
+    done = collect(tmp_path / "runs", "--into", tmp_path / "kept", "--commit", "abc123")
+    assert done.returncode == 1
+    assert "ran from recorded" in done.stderr
