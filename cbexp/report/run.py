@@ -11,8 +11,6 @@ from cbexp.report.json_files import lookup, number, text
 
 GOOD_STATUSES = ("completed", "not_applicable")  # of a sweep: nothing to mend
 UNFINISHED_STATUSES = ("running", "not_started")
-DEVICE_MEMORY_FIGURES = ("peak_allocated_gib", "peak_reserved_gib")
-MEMORY_FIGURES = (*DEVICE_MEMORY_FIGURES, "peak_host_gib")
 
 
 @dataclass(frozen=True)
@@ -71,20 +69,6 @@ class Run:
     def output_tokens_per_s(self) -> float | None:
         """Output tokens / wall time of the median round."""
         return self.figure("output_tokens_per_s", "median")
-
-    @property
-    def peak_memory_gib(self) -> float | None:
-        """Peak of allocated device memory in GiB; of reserved memory, where no more is told; on a CPU, of the process."""
-        for name in MEMORY_FIGURES:
-            peak_gib = self.figure(name)
-            if peak_gib is not None:
-                return peak_gib
-        return None
-
-    @property
-    def is_memory_of_host(self) -> bool:
-        """Whether `peak_memory_gib` is the process's memory, since there was no device's."""
-        return all(self.figure(name) is None for name in DEVICE_MEMORY_FIGURES)
 
     @property
     def error_class(self) -> str | None:

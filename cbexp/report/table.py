@@ -136,9 +136,11 @@ def _shown_ratio(row: Row, has_ratios: bool) -> str:
 
 
 def _shown_memory(row: Row) -> str:
-    if row["peak_allocated_gib"] is None:
-        return _shown(row["peak_host_gib"], ".2f", after=" GiB host")
-    return _shown(row["peak_allocated_gib"], ".2f", after=" GiB")
+    if row["peak_allocated_gib"] is not None:
+        return _shown(row["peak_allocated_gib"], ".2f", after=" GiB")
+    if row["peak_reserved_gib"] is not None:
+        return _shown(row["peak_reserved_gib"], ".2f", after=" GiB reserved")
+    return _shown(row["peak_host_gib"], ".2f", after=" GiB host")
 
 
 def _markdown_line(cells: Sequence[str]) -> str:

@@ -71,7 +71,7 @@ def test_host_memory_is_told_from_device_memory(make_run):
 def test_what_a_peer_took_of_the_device_is_its_memory(make_run):
     """vLLM's allocator is in another process: what is known is what it took in all."""
     run = make_run("vllm", peak_allocated_gib=None, peak_reserved_gib=112.5)
-    assert "112.50 GiB  " in format_table(load_runs([run]))
+    assert "112.50 GiB reserved" in format_table(load_runs([run]))
 
 
 def test_text_that_looks_like_the_terminals_markup_stays_text(make_run):
