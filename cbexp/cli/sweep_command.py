@@ -15,7 +15,7 @@ from cbexp.cli.composer import open_composer
 from cbexp.cli.exit_codes import choose_sweep_exit_code
 from cbexp.cli.launching import CellLauncher
 from cbexp.cli.preflight import PRIMARY_CONFIG
-from cbexp.cli.sweep_display import SweepDisplay, load_sweep_runs, say_report
+from cbexp.cli.sweep_display import SweepDisplay, say_report
 from cbexp.cli.sweep_plan import PlannedCell, SweepPlan, begin_sweep, resume_sweep
 from cbexp.cli.terminal import report_error, say
 from cbexp.display.units import format_path
@@ -161,8 +161,8 @@ def _track_sweep(plan: SweepPlan, command: CheckedCommand, sweep_folder: Path) -
     config = command.jobs[0].config.tracking
     if config.per_cell:
         return
-    from cbexp.report import run_rows
+    from cbexp.report import load_runs, run_rows
     from cbexp.tracking import log_sweep
 
-    for warning in log_sweep(config, plan.name, sweep_folder, run_rows(load_sweep_runs(sweep_folder))):
+    for warning in log_sweep(config, plan.name, sweep_folder, run_rows(load_runs([sweep_folder]))):
         say(f"warning: {warning}")

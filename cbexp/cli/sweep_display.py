@@ -8,11 +8,10 @@ from pathlib import Path
 
 from cbexp.cli.terminal import say
 from cbexp.display.units import format_path
-from cbexp.report import Run, format_report, load_runs
+from cbexp.report import format_report, load_runs
 from cbexp.sweep.cells import LOG, Cell
 from cbexp.sweep.ends import CellEnd
 from cbexp.sweep.process import CellProcess
-from cbexp.sweep.resume import ATTEMPTS
 from cbexp.sweep.slots import VISIBLE
 
 PROGRESS_INTERVAL_S = 5.0
@@ -66,18 +65,12 @@ class SweepDisplay:
 
 def say_report(sweep_folder: Path, ends: Sequence[CellEnd], num_cells: int) -> None:
     """Print the sweep's table with what failed and why, and how many cells are done."""
-    runs = load_sweep_runs(sweep_folder)
-    say(format_report(runs))
+    say(format_report(load_runs([sweep_folder])))
     num_done = sum(end.is_done for end in ends)
     folder = format_path(sweep_folder)
     say(f"{num_done} of {num_cells} cells are done: {folder}")
     if num_done < num_cells:
         say(f"To run what is missing, give the same command with resume={folder} (or resume=latest).")
-
-
-def load_sweep_runs(sweep_folder: Path) -> list[Run]:
-    """The runs of a sweep's cells, without earlier attempts at them."""
-    return [run for run in load_runs([sweep_folder]) if ATTEMPTS not in run.folder.parts]
 
 
 def _read_whole_lines(path: Path, start: int) -> bytes:
