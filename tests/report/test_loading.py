@@ -34,8 +34,9 @@ def test_completed_run_has_its_figures(make_run):
 def test_recorded_runs_are_found_with_what_they_were_measured_at():
     runs = load_runs([REFERENCE])
     rates = {run.folder.name: run.output_tokens_per_s for run in runs}
-    assert len(runs) >= 5
-    for run in runs:
+    completed = [run for run in runs if run.status == "completed"]
+    assert len(completed) >= 5
+    for run in completed:
         recorded = json.loads((run.folder / "summary.json").read_text())
         assert rates[run.folder.name] is not None
         assert run.output_tokens_per_s == recorded["output_tokens_per_s"]["median"]
