@@ -26,10 +26,11 @@ def label_runs(runs: Sequence[Run]) -> dict[Path, str]:
 
     `defaults` is a run that sets nothing while others do.
     """
-    labels = [_differing_words(run, runs) for run in runs]
+    labels = _differing_words(runs)
     counts = Counter(labels)
+    places = _distinct_folders([run for run, label in zip(runs, labels, strict=True) if counts[label] > 1])
     return {
-        run.folder: label if counts[label] == 1 else f"{label} ({_distinct_folder(run, runs)})"
+        run.folder: label if counts[label] == 1 else f"{label} ({places[run.folder]})"
         for run, label in zip(runs, labels, strict=True)
     }
 
@@ -57,20 +58,26 @@ def _short_word(word: str, ends: Mapping[str, int]) -> str:
     return f"{end}{equals}{value}" if equals and ends[end] == 1 else word
 
 
-def _differing_words(run: Run, runs: Sequence[Run]) -> str:
-    words = telling_overrides(run)
-    common = set.intersection(*(set(telling_overrides(other)) for other in runs))
-    differing = [word for word in words if word not in common]
-    if differing:
-        return " ".join(differing)
-    return "defaults" if any(telling_overrides(other) != words for other in runs) else run.name
+def _differing_words(runs: Sequence[Run]) -> list[str]:
+    """For each run the words that not all of them have."""
+    words = [telling_overrides(run) for run in runs]
+    common = set(words[0]).intersection(*words) if words else set()
+    are_alike = all(own == words[0] for own in words)
+    return [
+        " ".join(word for word in own if word not in common) or (run.name if are_alike else "defaults")
+        for run, own in zip(runs, words, strict=True)
+    ]
 
 
-def _distinct_folder(run: Run, runs: Sequence[Run]) -> str:
-    """As much of the end of its path as tells its folder from the others'."""
-    parts = run.folder.resolve().parts
-    others = [other.folder.resolve().parts for other in runs if other.folder != run.folder]
-    for length in range(1, len(parts) + 1):
-        if all(other[-length:] != parts[-length:] for other in others):
-            return "/".join(parts[-length:])
-    return str(run.folder)
+def _distinct_folders(runs: Sequence[Run]) -> dict[Path, str]:
+    """As much of the end of each run's path as tells it from those of the others."""
+    parts = {run.folder: run.folder.resolve().parts for run in runs}
+    found: dict[Path, str] = {}
+    length = 0
+    while len(found) < len(parts):
+        length += 1
+        ends = Counter(path[-length:] for path in parts.values())
+        for folder, path in parts.items():
+            if folder not in found and (ends[path[-length:]] == 1 or length >= len(path)):
+                found[folder] = "/".join(path[-length:])
+    return found

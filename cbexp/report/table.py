@@ -22,7 +22,11 @@ def format_table(runs: Sequence[Run], baseline: str | None = None) -> str:
     Raises:
         ReportError: there is no run, or `baseline` names none or several.
     """
-    rows = _some_rows(runs, baseline)
+    return format_rows(_some_rows(runs, baseline), baseline)
+
+
+def format_rows(rows: Sequence[Row], baseline: str | None) -> str:
+    """The table of `run_rows` that were made with this baseline."""
     table = format_columns(HEADERS, _cells(rows), text_columns=(1, 2))
     notes = "".join(f"{line}\n" for line in describe_baselines(rows, baseline))
     return f"{table}\n{notes}" if notes else table

@@ -8,7 +8,7 @@ from cbexp.report.environments import format_notes
 from cbexp.report.failures import format_failures
 from cbexp.report.rows import run_rows
 from cbexp.report.run import Run
-from cbexp.report.table import format_table, name_by_number
+from cbexp.report.table import format_rows, name_by_number, require_runs
 
 
 def format_report(runs: Sequence[Run], baseline: str | None = None) -> str:
@@ -17,6 +17,7 @@ def format_report(runs: Sequence[Run], baseline: str | None = None) -> str:
     Raises:
         ReportError: there is no run, or `baseline` names none or several.
     """
-    table = format_table(runs, baseline)
-    parts = [table, format_failures(runs), format_notes(runs, name_by_number(run_rows(runs, baseline)))]
+    require_runs(runs)
+    rows = run_rows(runs, baseline)
+    parts = [format_rows(rows, baseline), format_failures(runs), format_notes(runs, name_by_number(rows))]
     return "\n".join(part for part in parts if part)
