@@ -70,8 +70,8 @@ def ratio_between(run: Run, base: Run) -> Ratio:
             "a ratio would compare nothing. Compare runs of the same prompts, limits and sampling."
         )
     rate, base_rate = run.output_tokens_per_s, base.output_tokens_per_s
-    if rate is None or not base_rate:
-        raise ReportError(f"{base.folder if rate else run.folder} has no throughput to compare.")
+    if rate is None or base_rate is None or base_rate <= 0:
+        raise ReportError(f"{run.folder if rate is None else base.folder} has no throughput to compare.")
     return Ratio(rate / base_rate, ratio_interval(run.rounds, base.rounds))
 
 
@@ -91,7 +91,7 @@ def _comparable(runs: Sequence[Run]) -> list[Run]:
 
 
 def _is_comparable(run: Run) -> bool:
-    return run.is_completed and run.workload_hash is not None and bool(run.output_tokens_per_s)
+    return run.is_completed and run.workload_hash is not None and (run.output_tokens_per_s or 0.0) > 0
 
 
 def _choices(runs: Sequence[Run], labels: Mapping[Path, str]) -> str:

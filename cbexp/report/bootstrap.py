@@ -16,7 +16,7 @@ MIN_ROUNDS = 3
 RULE = (
     f"the interval is the {CONFIDENCE:.0%} percentile bootstrap of the ratio of the two runs' throughput of the "
     f"median round: {NUM_RESAMPLES:,} resamples of each run's timed rounds, with replacement, seed {SEED}; with "
-    f"fewer than {MIN_ROUNDS} timed rounds on either side there is none"
+    f"fewer than {MIN_ROUNDS} timed rounds on either side, or a round without output, there is none"
 )
 
 
@@ -34,9 +34,12 @@ def ratio_interval(rounds: Sequence[TimedRound], base_rounds: Sequence[TimedRoun
     Source: Efron and Tibshirani, An Introduction to the Bootstrap (1993), chapter 13. Of three rounds it spans all
     pairs of rounds, since a resample has its least value as median in 7 of 27 cases; so few rounds give wide
     intervals, not false alarms. Rounds share their process: what differs from process to process (clocks, placement of
-    memory) is not in it, which is why `compare` asks for a threshold on top. None with too few rounds.
+    memory) is not in it, which is why `compare` asks for a threshold on top. None with too few rounds, or with one that
+    gave no output.
     """
     if min(len(rounds), len(base_rounds)) < MIN_ROUNDS:
+        return None
+    if any(timed.num_output_tokens <= 0 for timed in (*rounds, *base_rounds)):
         return None
     generator = np.random.default_rng(SEED)
     ratios = _resampled_rates(rounds, generator) / _resampled_rates(base_rounds, generator)
@@ -47,10 +50,7 @@ def ratio_interval(rounds: Sequence[TimedRound], base_rounds: Sequence[TimedRoun
 
 def _resampled_rates(rounds: Sequence[TimedRound], generator: np.random.Generator) -> np.ndarray:
     """Throughput of the median round of every resample, with the rule of `metrics.spread_of_rate`; [resamples]."""
-    drawn = np.array([(timed.wall_s, timed.num_output_tokens) for timed in rounds])[
-        generator.integers(len(rounds), size=(NUM_RESAMPLES, len(rounds)))
-    ]
-    order = np.argsort(drawn[:, :, 0], axis=1, kind="stable")
-    ordered = np.take_along_axis(drawn, order[:, :, None], axis=1)
-    middle = ordered[:, (len(rounds) - 1) // 2 : len(rounds) // 2 + 1].sum(axis=1)
+    ordered = np.array(sorted((timed.wall_s, timed.num_output_tokens) for timed in rounds))
+    ranks = np.sort(generator.integers(len(rounds), size=(NUM_RESAMPLES, len(rounds))), axis=1)
+    middle = ordered[ranks[:, (len(rounds) - 1) // 2 : len(rounds) // 2 + 1]].sum(axis=1)
     return np.asarray(middle[:, 1] / middle[:, 0])

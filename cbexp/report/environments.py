@@ -76,7 +76,10 @@ def _changes(environment: Mapping[str, Any]) -> str | None:
 
 def _cpu(environment: Mapping[str, Any]) -> str | None:
     model, num_cores = text(environment, "cpu", "model"), number(environment, "cpu", "num_usable_cores")
-    return f"{model or 'unknown'}, {num_cores:.0f} usable cores" if model or num_cores else None
+    if model is None and num_cores is None:
+        return None
+    cores = "unknown" if num_cores is None else f"{num_cores:.0f}"
+    return f"{model or 'unknown'}, {cores} usable cores"
 
 
 def _threads(environment: Mapping[str, Any]) -> str | None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+SMALLEST, LARGEST = 1e-100, 1e100  # what lies beyond is no measurement, and products of it would overflow
 MAX_FILE_BYTES = 512 * 2**20  # steps.jsonl of a long run is some tens of MiB; no record of ours is larger
 
 
@@ -75,11 +75,11 @@ def lookup(values: Mapping[str, Any], *names: str) -> Any:
 
 
 def number(values: Mapping[str, Any], *names: str) -> float | None:
-    """A finite number inside nested mappings; None for anything else."""
+    """A number inside nested mappings that can be reckoned with; None for anything else: NaN, infinity, 1e308."""
     value = lookup(values, *names)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if math.isfinite(value) else None
+    return float(value) if value == 0 or SMALLEST <= abs(value) <= LARGEST else None
 
 
 def text(values: Mapping[str, Any], *names: str) -> str | None:

@@ -61,13 +61,18 @@ def _row(run: Run, labels: Mapping[Path, str], baselines: Mapping[str, Run]) -> 
         "message": run.message,
         **dict(_figures(run)),
         **_ratio(run, labels, baselines),
-        "are_rounds_identical": run.fact("are_rounds_identical"),
+        "are_rounds_identical": _plain(run.fact("are_rounds_identical")),
         "workload_hash": run.workload_hash,
-        **{name: run.fact(name) for name in FACTS},
+        **{name: _plain(run.fact(name)) for name in FACTS},
         "overrides": " ".join(run.overrides),
         "command": run.command,
         "folder": str(run.folder),
     }
+
+
+def _plain(fact: Any) -> bool | str | None:
+    """A fact as it is where it is of a kind that ours are; None for anything else."""
+    return fact if isinstance(fact, bool | str) else None
 
 
 def _figures(run: Run) -> Iterator[tuple[str, float | None]]:

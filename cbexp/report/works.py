@@ -26,10 +26,13 @@ class Work:
 
 
 def find_works(rows: Sequence[Row], runs: Sequence[Run]) -> list[Work]:
-    """The works, those with most runs first; `rows` as `run_rows` gives them. Runs without a hash are in none."""
+    """The works, those with most runs first; `rows` as `run_rows` gives them.
+
+    Runs without a hash, or without output, are in none.
+    """
     by_hash: dict[str, list[Row]] = {}
     for row in rows:
-        if row["workload_hash"] is not None and row["output_tokens_per_s"] is not None:
+        if row["workload_hash"] is not None and (row["output_tokens_per_s"] or 0.0) > 0:
             by_hash.setdefault(row["workload_hash"], []).append(row)
     by_folder = {str(run.folder): run for run in runs}
     groups = sorted(by_hash.values(), key=lambda group: -len(group))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import plotly.graph_objects as go
 import pytest
 
@@ -13,7 +14,7 @@ from cbexp.report.decode_points import Ceiling, find_decode_point
 from cbexp.report.doubts import find_doubts
 from cbexp.report.environments import find_differences, shared_facts
 from cbexp.report.page_charts import charts_of_all, throughput_charts
-from cbexp.report.step_times import find_step_times
+from cbexp.report.step_times import PERCENTS, find_step_times
 from cbexp.report.time_use import seconds_by_phase, shares_of_round
 from cbexp.report.works import find_works
 from tests.report.report_fixtures import REFERENCE, write_json, write_lines
@@ -75,6 +76,23 @@ def test_steps_of_a_burst_share_its_time_and_warmup_does_not_count(make_run):
     assert times.p50 == times.p75 == pytest.approx(0.001)
     assert 0.001 < times.p99 < 0.5
     assert times.has_quartiles
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_percentiles_are_those_of_all_steps_written_out(make_run, seed):
+    generator = np.random.default_rng(seed)
+    counts, times_s = generator.integers(1, 9, size=20), generator.random(20)
+    folder = make_run("one")
+    write_lines(
+        folder / "steps.jsonl",
+        [
+            {"kind": "decode", "round_index": 1, "num_steps": int(count), "duration_s": float(time_s * count)}
+            for count, time_s in zip(counts, times_s, strict=True)
+        ],
+    )
+    found = find_step_times(load_runs([folder])[0])
+    expected = np.percentile(np.repeat(times_s, counts), PERCENTS)
+    assert [found.p1, found.p25, found.p50, found.p75, found.p99] == pytest.approx(expected)
 
 
 def test_step_times_without_steps_come_from_the_rounds(make_run):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import time
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +13,9 @@ from cbexp.report import ReportError, load_runs, run_rows
 from cbexp.report.baseline import ratio_between
 from cbexp.report.bootstrap import NUM_RESAMPLES, ratio_interval
 from cbexp.report.labels import label_runs, short_labels
+from cbexp.report.page import build_page
 from cbexp.report.run import TimedRound
+from cbexp.report.works import find_works
 
 OTHER_WORK = "b" * 64
 
@@ -148,3 +152,33 @@ def test_short_labels_leave_out_groups_where_that_stays_clear():
         "page_size=16 model.dtype=a",
         "cache.dtype=b compile=eager",
     ]
+
+
+def test_labels_of_thousands_of_runs_are_found_at_once(make_run):
+    """Comparing each run with each other would take minutes."""
+    run = load_runs([make_run("1", ["model=tiny"])])[0]
+    folders = [run.folder / str(index % 2500) / str(index) for index in range(5000)]
+    runs = [
+        replace(run, folder=folder, overrides=("model=tiny", f"seed={index % 2500}"))
+        for index, folder in enumerate(folders)
+    ]
+    started_s = time.process_time()
+    labels = label_runs(runs)
+    assert time.process_time() - started_s < 5
+    assert len(set(labels.values())) == 5000
+    assert labels[folders[7]] == "seed=7 (7)"
+
+
+def test_round_without_output_leaves_no_interval():
+    rounds, empty = timed(1.0, 1.1, 1.2), [TimedRound(1.0, 0.0, {}) for _ in range(3)]
+    assert ratio_interval(rounds, empty) is None
+    assert ratio_interval(empty, rounds) is None
+
+
+def test_run_without_output_is_no_baseline_and_wins_nothing(make_run):
+    silent = {"output_tokens_per_s": {"median": 0.0, "min": 0.0, "max": 0.0}}
+    runs = load_runs([make_run("1", ["seed=1"]), make_run("2", ["seed=2"], **silent)])
+    rows = run_rows(runs)
+    assert [row["ratio"] for row in rows] == [None, None]
+    assert [len(work.rows) for work in find_works(rows, runs)] == [1]
+    assert "The only" in build_page(runs)
