@@ -6,6 +6,8 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +25,15 @@ def load_runs(paths: Sequence[Path]) -> list[Run]:
     """All runs in or below the folders, those of a sweep in its order; a folder given twice counts once.
 
     Folders of other things are passed over; half-written, torn and killed runs are there with what could be read.
-    Cells that a sweep.json names and that have no records yet are `not_started`.
+    Cells that a sweep.json names and that have no records yet are `not_started`; a sweep.json that does not name its
+    cells is an `unreadable` run, so that what is missing is not missed.
 
     Raises:
-        ReportError: a path is not there.
+        ReportError: a path is not there, or its folder cannot be read.
     """
     runs: dict[Path, Run] = {}
     for path in paths:
-        if not path.exists():
+        if not os.path.exists(path):
             raise ReportError(
                 f"{path} is not there. Give the folders of runs or sweeps, as outputs/NAME/DATE."
             )
@@ -42,7 +45,7 @@ def load_runs(paths: Sequence[Path]) -> list[Run]:
 def _load_below(root: Path) -> Iterator[Run]:
     """Runs of a tree: the cells of a sweep where its first folder is met, other runs in order of their names."""
     loaded: set[Path] = set()
-    for folder, names, files in os.walk(root):
+    for folder, names, files in os.walk(root, onerror=partial(_refuse_unreadable, root)):
         names.sort(key=_natural_order)
         path = Path(folder)
         runs = list(_load_cells(path)) if SWEEP_FILE in files else []
@@ -60,7 +63,7 @@ def load_run(folder: Path, cell: Mapping[str, Any] | None = None, sweep_name: st
     cell = reader.read_object("cell.json") or cell or {}
     status, summary = reader.read_object("status.json"), reader.read_object("summary.json")
     shown, message = resolve_status(status, summary)
-    if not any((folder / name).exists() for name in RUN_FILES[:-1]):
+    if not reader.remarks and not any(os.path.exists(folder / name) for name in RUN_FILES[:-1]):
         shown, message = "not_started", None
     overrides = _overrides(reader, cell)
     rounds, warmup_rounds_s = _read_rounds(reader)
@@ -81,18 +84,42 @@ def load_run(folder: Path, cell: Mapping[str, Any] | None = None, sweep_name: st
     )
 
 
+def _refuse_unreadable(root: Path, error: OSError) -> None:
+    """A folder below that cannot be read is passed over: a sweep says itself that there is a cell."""
+    if Path(str(error.filename)) == root:
+        raise ReportError(f"{root} cannot be read: {error.strerror}.") from error
+
+
 def _load_cells(sweep_folder: Path) -> Iterator[Run]:
     sweep = Reader(sweep_folder).read_object(SWEEP_FILE) or {}
     cells = lookup(sweep, "cells")
-    for cell in cells if isinstance(cells, list) else []:
-        folder = text(cell, "folder") if isinstance(cell, Mapping) else None
-        if folder:
-            yield load_run(_locate(sweep_folder, Path(folder)), cell, text(sweep, "name"))
+    if not isinstance(cells, list):
+        yield _unreadable_sweep(sweep_folder, "it is torn or names no cells")
+        return
+    for cell in cells:
+        folder = _locate(sweep_folder, text(cell, "folder") if isinstance(cell, Mapping) else None)
+        if folder is None:
+            yield _unreadable_sweep(sweep_folder, "it names a cell without a folder that can be")
+        else:
+            yield load_run(folder, cell, text(sweep, "name"))
 
 
-def _locate(sweep_folder: Path, folder: Path) -> Path:
-    """A cell's folder, also where the sweep has been moved or copied since."""
-    return sweep_folder / (folder if (sweep_folder / folder).is_dir() else folder.name)
+def _unreadable_sweep(folder: Path, why: str) -> Run:
+    message = f"{SWEEP_FILE}: {why}, so that cells without records of their own are not shown"
+    return replace(load_run(folder), status="unreadable", message=message)
+
+
+def _locate(sweep_folder: Path, recorded: str | None) -> Path | None:
+    """A cell's folder, also where the sweep has been moved or copied since; None where it can be nowhere."""
+    if not recorded:
+        return None
+    try:
+        is_there = (sweep_folder / recorded).is_dir()
+        folder = sweep_folder / (recorded if is_there else Path(recorded).name)
+        folder.resolve()
+    except (OSError, ValueError):  # too long, or not the name of any file
+        return None
+    return folder
 
 
 def _overrides(reader: Reader, cell: Mapping[str, Any]) -> tuple[str, ...]:
@@ -114,7 +141,7 @@ def _read_rounds(reader: Reader) -> tuple[tuple[TimedRound, ...], float]:
     timed, warmup_s = [], 0.0
     for row in reader.read_rows("rounds.jsonl"):
         wall_s, num_tokens = number(row, "wall_s"), number(row, "num_output_tokens")
-        if wall_s is None or wall_s <= 0 or num_tokens is None:
+        if wall_s is None or wall_s <= 0 or num_tokens is None or num_tokens < 0:
             continue
         if row.get("is_warmup") is False:
             timed.append(TimedRound(wall_s, num_tokens, row))

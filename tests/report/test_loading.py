@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import os
 import socket
 import subprocess
@@ -12,7 +14,10 @@ from pathlib import Path
 import pytest
 
 from cbexp.report import ReportError, format_table, load_runs, run_rows
+from cbexp.report.loading import load_run
 from cbexp.report.page import build_page
+from cbexp.report.table import format_json
+from tests.report.report_fixtures import round_record, summary_of
 
 REFERENCE = Path(__file__).parents[2] / "outputs/reference"
 
@@ -67,6 +72,23 @@ def test_recorded_runs_are_found_with_what_they_were_measured_at():
         lambda folder: (folder / "summary.json").write_text(
             '{"workload_hash": "a", "output_tokens_per_s": {"median": NaN, "min": Infinity}}'
         ),
+        lambda folder: (folder / "environment.json").write_text('{"cpu": {"model": "x"}}'),
+        lambda folder: (folder / "summary.json").write_text(
+            json.dumps(summary_of([1.0, 2.0], num_requests=10**400, model={"a": 1}, backend=math.nan))
+        ),
+        lambda folder: (folder / "rounds.jsonl").write_text(
+            "".join(json.dumps(round_record(index, 1e-320, num_tokens=1e308)) + "\n" for index in range(5))
+        ),
+        lambda folder: (folder / "rounds.jsonl").write_text(
+            "".join(json.dumps(round_record(index, 1.0, num_tokens=0)) + "\n" for index in range(5))
+        ),
+        lambda folder: (folder / "steps.jsonl").write_text(
+            "".join(
+                json.dumps({"kind": "decode", "round_index": 1, "num_steps": num_steps, "duration_s": 1e200})
+                + "\n"
+                for num_steps in (1e300, 10**12, -3, 0.5)
+            )
+        ),
         lambda folder: [(folder / name).unlink() for name in os.listdir(folder) if name != "rounds.jsonl"],
     ],
 )
@@ -76,6 +98,7 @@ def test_damaged_folder_is_reported_and_hides_no_other(make_run, damage):
     runs = load_runs([whole, damaged])
     assert [run.folder.name for run in runs] == ["whole", "damaged"]
     assert "compile=eager" in format_table(runs)
+    json.loads(format_json(runs))
     assert run_rows(runs)[0]["folder"] == str(whole)
     assert "</html>" in build_page(runs)
 
@@ -129,7 +152,8 @@ def test_sweep_has_all_its_cells_in_order_also_those_without_a_folder(make_run, 
     (tmp_path / "sweep/sweep.json").write_text(
         json.dumps({"name": "night", "cells": [*cells, "foreign", {"x": 1}]})
     )
-    runs = load_runs([tmp_path / "sweep"])
+    *runs, damage = load_runs([tmp_path / "sweep"])
+    assert (damage.folder, damage.status) == (tmp_path / "sweep", "unreadable")
     assert [run.overrides for run in runs] == [("seed=0",), ("seed=9",), ("seed=10",), ("seed=11",)]
     assert runs[-1].status == "not_started"
     assert runs[-1].command == "c"
@@ -141,6 +165,46 @@ def test_moved_sweep_is_read_where_it_lies(make_run, tmp_path):
     cells = [{"folder": "/gone/away/0_x", "overrides": ["seed=0"], "command": "c"}]
     (tmp_path / "moved/sweep.json").write_text(json.dumps({"cells": cells}))
     assert load_one(tmp_path / "moved").status == "completed"
+
+
+@pytest.mark.parametrize("content", ['{"name": "night", "cel', '{"cells": 3}', "[]"])
+def test_torn_sweep_file_is_told_beside_the_cells_that_are_there(make_run, tmp_path, content):
+    make_run("sweep/0_x", ["seed=0"])
+    (tmp_path / "sweep/sweep.json").write_text(content)
+    damage, cell = load_runs([tmp_path / "sweep"])
+    assert (damage.status, cell.status) == ("unreadable", "completed")
+    assert damage.message.startswith("sweep.json: it is torn or names no cells")
+
+
+@pytest.mark.parametrize("folder", ["", "x" * 5000, "a\0b", "\ud800"])
+def test_cell_whose_folder_can_be_nowhere_hides_no_other(make_run, tmp_path, folder):
+    make_run("sweep/0_x", ["seed=0"])
+    cells = [{"folder": folder, "overrides": ["seed=7"]}, {"folder": "0_x"}]
+    (tmp_path / "sweep/sweep.json").write_text(json.dumps({"cells": cells}))
+    assert [run.status for run in load_runs([tmp_path / "sweep"])] == ["unreadable", "completed"]
+
+
+def test_cell_that_may_not_be_read_is_not_taken_for_one_to_come(make_run, tmp_path, monkeypatch):
+    make_run("sweep/0_x", ["seed=0"])
+    (tmp_path / "sweep/sweep.json").write_text(json.dumps({"cells": [{"folder": "0_x"}]}))
+
+    def refuse(path):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("cbexp.report.json_files.Path.is_file", refuse)
+    monkeypatch.setattr("cbexp.report.loading.os.path.exists", lambda path: str(path).endswith("sweep"))
+    run = load_run(tmp_path / "sweep/0_x")
+    assert run.status == "unreadable"
+    assert "status.json cannot be read: Permission denied" in run.remarks
+
+
+def test_folder_that_may_not_be_listed_is_refused(tmp_path, monkeypatch):
+    def refuse(path):
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    monkeypatch.setattr("os.scandir", refuse)
+    with pytest.raises(ReportError, match="cannot be read: Permission denied"):
+        load_runs([tmp_path])
 
 
 def test_earlier_attempts_at_a_cell_are_no_runs(make_run, tmp_path):
