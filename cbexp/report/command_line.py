@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cbexp.errors import CbexpError
-from cbexp.files import describe_failure, replace_text
+from cbexp.files import check_writable, describe_failure, replace_text
 from cbexp.report.compare import DEFAULT_THRESHOLD, compare_runs, exit_status
 from cbexp.report.compare_table import format_comparison
 from cbexp.report.errors import ReportError
@@ -33,6 +34,9 @@ FORMATS: dict[str, Formatter] = {
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns its exit status: 0 done, 2 not to be done as asked, those of `compare` otherwise."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Names of folders are bytes that need not be Unicode, and a terminal may lack signs.
+        sys.stdout.reconfigure(errors="replace")
     try:
         if arguments and arguments[0] == COMPARE:
             return _compare(_comparison_parser().parse_args(arguments[1:]))
@@ -46,13 +50,29 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
+    targets = _targets(options)
     runs = load_runs(options.folders)
-    targets = {name: path for name in FORMATS if (path := getattr(options, name)) is not None}
     if STDOUT not in targets.values():
         _print(format_report(runs, options.baseline))
     for name, path in targets.items():
         _write(path, FORMATS[name](runs, options.baseline))
     return 0
+
+
+def _targets(options: argparse.Namespace) -> dict[str, Path]:
+    """Format -> where it goes; refused before a long report is made for nothing."""
+    targets: dict[str, Path] = {}
+    for name in FORMATS:
+        path = getattr(options, name)
+        if path is None:
+            continue
+        other = next((other for other in targets if targets[other].absolute() == path.absolute()), None)
+        if other is not None:
+            raise ReportError(f"--{other} and --{name} both go to {path}: give each a file of its own.")
+        targets[name] = path
+        if path != STDOUT:
+            check_writable(path)
+    return targets
 
 
 def _compare(options: argparse.Namespace) -> int:
@@ -67,16 +87,20 @@ def _write(path: Path, text: str) -> None:
         _print(text)
         return
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(path, text)
+        replace_text(path, text.encode(errors="replace").decode())  # names of folders need not be Unicode
     except OSError as error:
         raise ReportError(describe_failure(path, error)) from error
     _print(f"wrote {path}\n")
 
 
 def _print(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise ReportError(f"the output cannot be written: {error.strerror}.") from error
 
 
 def _report_parser() -> argparse.ArgumentParser:
@@ -121,6 +145,6 @@ def _comparison_parser() -> argparse.ArgumentParser:
         type=float,
         default=DEFAULT_THRESHOLD,
         metavar="SHARE",
-        help="how much slower is still none: 0.02 for 2 %% (the default); process to process varies by as much",
+        help="how much slower is still none: 0.02 for 2 %% (default %(default)s); process to process varies by as much",
     )
     return parser

@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -115,13 +117,22 @@ def test_row_numbers_are_told_shortly():
         (["{empty}"], "no runs"),
         (["{sweep}", "--baseline", "compile=x"], "fits no completed run"),
         (["{sweep}", "--csv", "{empty}"], "cannot write"),
+        (["{sweep}", "--csv", "{sweep}/0/cell.json/a.csv"], "cannot write"),
+        (["{sweep}", "--html="], "cannot write"),
+        (["{sweep}", "--html", "/"], "cannot write"),
+        (["{sweep}", "--json", "/dev/null"], "no regular file"),
+        (["{sweep}", "--csv", "-", "--json", "-"], "--csv and --json both go to -"),
+        (["{sweep}", "--html", "{empty}/a", "--markdown", "{empty}/a"], "--html and --markdown both go to"),
     ],
 )
 def test_what_cannot_be_done_says_why(sweep, tmp_path, capsys, arguments, message):
     empty = tmp_path / "empty"
     empty.mkdir()
     assert main([word.format(sweep=sweep, empty=empty) for word in arguments]) == 2
-    assert message in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert message in said.err
+    assert not said.out
+    assert not list(empty.iterdir())
 
 
 def test_page_without_plotly_says_how_to_get_it(sweep, tmp_path, monkeypatch, capsys):
@@ -138,3 +149,28 @@ def test_command_runs_as_a_module_and_survives_a_reader_that_leaves(sweep):
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait(timeout=60) == 0
+
+
+def test_names_that_are_no_text_are_shown_and_written(make_run, tmp_path):
+    """Names of folders are bytes, JSON may hold half of a pair, and a terminal may know ASCII alone."""
+    run = make_run(os.fsdecode(b"night\xff"), ["model=tiny"])
+    make_run("other", ["model=\ud800"])
+    files = [f"--{name}={tmp_path / name}" for name in ("html", "csv", "json", "markdown")]
+    command = [sys.executable, "-m", "cbexp.report", str(tmp_path), *files]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, env=environment, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"model=tiny" in done.stdout
+    for name in ("html", "csv", "json", "markdown"):
+        assert "model=tiny" in (tmp_path / name).read_text(encoding="utf-8")
+    assert run.is_dir()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
+@pytest.mark.parametrize("arguments", [[], ["--csv", "-"]])
+def test_output_that_finds_no_room_is_one_message(sweep, arguments):
+    command = [sys.executable, "-m", "cbexp.report", str(sweep), *arguments]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr == "cbexp.report: the output cannot be written: No space left on device.\n"
