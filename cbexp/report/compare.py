@@ -21,11 +21,8 @@ Verdict = Literal[
 DEFAULT_THRESHOLD = 0.02
 REGRESSIONS: tuple[Verdict, ...] = ("slower", "failed", "missing", "less accurate")
 STANDARD_ERRORS = 1.96  # 95 % of a normal distribution, two-sided
-NO_REGRESSION, REGRESSION, UNCLEAR = (
-    0,
-    1,
-    3,
-)  # exit statuses; 2 is that of a command that cannot be carried out
+# Exit statuses; 2 is that of a command that cannot be carried out.
+NO_REGRESSION, REGRESSION, UNCLEAR = 0, 1, 3
 
 
 @dataclass(frozen=True)

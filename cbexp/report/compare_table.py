@@ -6,13 +6,18 @@ import textwrap
 from collections import Counter
 from collections.abc import Sequence
 
-from cbexp.report.compare import REGRESSIONS, Change, describe_rule
+from cbexp.report.compare import NO_REGRESSION, REGRESSION, UNCLEAR, Change, describe_rule, exit_status
 from cbexp.report.environments import format_notes
 from cbexp.report.run import Run
 from cbexp.report.text_table import format_columns
 
 HEADERS = ("cell", "verdict", "old tok/s", "new tok/s", "new / old", "interval", "accuracy", "because")
 RULE_COLUMNS = 100
+VERDICTS = {
+    NO_REGRESSION: "no regression",
+    REGRESSION: "REGRESSION",
+    UNCLEAR: "UNCLEAR whether there is a regression",
+}
 
 
 def format_comparison(
@@ -21,9 +26,12 @@ def format_comparison(
     """The changes as a table without colours, how the environments differ, the rule, and a count of the verdicts."""
     table = format_columns(HEADERS, [_cells(change) for change in changes], (0, 1, len(HEADERS) - 1))
 
+    sides = {"OLD": {run.folder for run in old}, "NEW": {run.folder for run in new}}
+
     def describe(some: Sequence[Run]) -> str:
-        sides = {"OLD": old, "NEW": new}
-        return " and ".join(name for name, runs in sides.items() if any(run in runs for run in some))
+        return " and ".join(
+            name for name, folders in sides.items() if any(run.folder in folders for run in some)
+        )
 
     notes = format_notes([*old, *new], describe)
     rule = textwrap.fill(describe_rule(threshold), RULE_COLUMNS)
@@ -32,9 +40,8 @@ def format_comparison(
 
 def _verdict(changes: Sequence[Change]) -> str:
     counts = Counter(change.verdict for change in changes)
-    has_regressed = any(verdict in REGRESSIONS for verdict in counts)
     listed = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-    return f"{'REGRESSION' if has_regressed else 'no regression'}: {listed}\n"
+    return f"{VERDICTS[exit_status(changes)]}: {listed}\n"
 
 
 def _cells(change: Change) -> list[str]:

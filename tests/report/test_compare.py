@@ -91,6 +91,7 @@ def test_other_work_is_not_compared_and_ci_does_not_pass(compare):
     code, output = compare({"seed=1": {}}, {"seed=1": {"workload_hash": "b" * 64}})
     assert code == 3
     assert "different work" in " ".join(output.split())
+    assert output.endswith("UNCLEAR whether there is a regression: 1 unclear\n")
     assert "new / old" in output
 
 
