@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from cbexp.config import SweepInfo, TrackingConfig
 from cbexp.tracking.identity import find_cell_run_id, is_under_agent, make_run_id, refuse_sweep_under_agent
+from cbexp.tracking.idle_variables import find_idle_variables
 from cbexp.tracking.modes import Choice, Mode, choose_mode, first_line, refusing_bad_settings
 from cbexp.tracking.tracker import Tracker
 
@@ -65,7 +66,10 @@ def start_run(
         return Tracker(config, f"W&B disabled ({choice.reason})")
     settings = _build_settings(config, run_name, group, run_id)
     # Absolute: an artifact of an offline run remembers where its files lie, and is uploaded from anywhere.
-    return _start(config, settings, dict(run_config), folder.absolute(), choice)
+    tracker = _start(config, settings, dict(run_config), folder.absolute(), choice)
+    for idle in find_idle_variables(config, run_name, group):
+        tracker.warn(idle)
+    return tracker
 
 
 def _choose_run_id(sweep: SweepInfo | None, run_dir: Path) -> str | None:
@@ -84,7 +88,6 @@ def _build_settings(
         settings = wandb.Settings(
             run_name=_shorten(run_name),
             run_group=None if group is None else _shorten(group),
-            run_tags=tuple(config.tags),
             reinit="create_new",  # a run of the caller's own is neither ended nor joined
             silent=True,
             console="off",
@@ -97,6 +100,8 @@ def _build_settings(
             x_stats_sampling_interval=SYSTEM_METRICS_INTERVAL_S,
             x_stats_track_process_tree=True,  # a peer works in a process of its own
         )
+        if config.tags:
+            settings.run_tags = tuple(config.tags)
         if not is_under_agent():
             settings.project, settings.entity = config.project, config.entity
         if run_id is not None:

@@ -242,6 +242,32 @@ def test_bad_variables_of_wandb_are_a_clear_error(run_dir, monkeypatch):
         start(run_dir)
 
 
+def test_variables_of_wandb_that_go_unheard_are_told(run_dir, monkeypatch):
+    monkeypatch.setenv("WANDB_PROJECT", "theirs")
+    monkeypatch.setenv("WANDB_ENTITY", "team")
+    monkeypatch.setenv("WANDB_TAGS", "night,h200")
+    monkeypatch.setenv("WANDB_RUN_GROUP", "group")
+    wandb.teardown()
+    tracker = start(run_dir)
+    tracker.finish(0)
+    project = TrackingConfig().project
+    assert tracker.warnings == [
+        f"WANDB_PROJECT=theirs has no effect: tracking.project={project} goes before it."
+    ]
+    run = read_back(run_dir).run
+    assert (run.project, run.entity, list(run.tags)) == (project, "team", ["night", "h200"])
+    assert run.run_group == "group"
+
+
+def test_tags_of_the_configuration_go_before_the_variables(run_dir, monkeypatch):
+    monkeypatch.setenv("WANDB_TAGS", "theirs")
+    wandb.teardown()
+    tracker = start(run_dir, tags=["ours"])
+    tracker.finish(0)
+    assert tracker.warnings == ["WANDB_TAGS=theirs has no effect: tracking.tags=ours goes before it."]
+    assert list(read_back(run_dir).run.tags) == ["ours"]
+
+
 # Credentials
 
 
