@@ -35,7 +35,7 @@ def log_sweep(
     except ConfigError as error:
         return [str(error)]
     statuses = Counter(str(row[STATUS]) for row in rows)
-    tracker.log_values(_build_values(rows), {"num_cells": len(rows), "statuses": dict(statuses)})
+    tracker.log_values(lambda: _build_values(rows), {"num_cells": len(rows), "statuses": dict(statuses)})
     tracker.finish(exit_code=0 if set(statuses) <= set(GOOD_ENDS) else 1)
     return tracker.warnings
 

@@ -94,9 +94,9 @@ class Tracker:
         self._attempt("logging the summary", lambda run: run.summary.update(dict(summary)))
         self._attempt("logging the records", lambda run: _log_records(run, summary))
 
-    def log_values(self, values: Mapping[str, Any], summary: Mapping[str, Any]) -> None:
-        """Log tables, charts and the like, and make `summary` the run's summary."""
-        self._attempt("logging values", lambda run: run.log(dict(values)))
+    def log_values(self, build_values: Callable[[], Mapping[str, Any]], summary: Mapping[str, Any]) -> None:
+        """Log the tables, charts and the like that `build_values` makes, and make `summary` the run's summary."""
+        self._attempt("logging values", lambda run: run.log(dict(build_values())))
         self._attempt("logging the summary", lambda run: run.summary.update(dict(summary)))
 
     def finish(self, exit_code: int) -> None:

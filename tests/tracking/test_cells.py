@@ -210,13 +210,28 @@ def test_sweep_without_credentials_costs_a_warning(sweep_folder):
     assert warning.startswith("tracking=online, but there are no credentials")
 
 
+@pytest.mark.parametrize(
+    "rows", [[], [{"label": "a", "status": "failed", "output_tokens_per_s": None, "x": {}}]]
+)
+def test_sweep_without_figures_is_logged_all_the_same(sweep_folder, rows):
+    assert log_sweep(TrackingConfig(mode="offline"), "night", sweep_folder, rows) == []
+    assert read_back(sweep_folder).summary["num_cells"] == len(rows)
+
+
+def test_table_that_wandb_does_not_take_costs_a_warning(sweep_folder):
+    odd = [{"label": "a", "status": "failed", "output_tokens_per_s": None, "x": {1, 2}}]
+    (warning,) = log_sweep(TrackingConfig(mode="offline"), "night", sweep_folder, odd)
+    assert warning.startswith("W&B: logging values failed (TypeError")
+    assert read_back(sweep_folder).exit_code == 1
+
+
 def test_disabled_sweep_logs_nothing(sweep_folder):
     assert log_sweep(TrackingConfig(mode="disabled"), "modes", sweep_folder, []) == []
     assert not (sweep_folder / "wandb").exists()
 
 
 def test_rows_of_the_report_can_be_logged(tmp_path):
-    reference = REPOSITORY / "outputs" / "reference" / "rollout_32_sync_h200"
+    reference = REPOSITORY / "outputs" / "reference"
     rows = run_rows(load_runs([reference]))
     assert rows
     assert log_sweep(TrackingConfig(mode="offline"), "reference", tmp_path, rows) == []
