@@ -16,7 +16,7 @@ from cbexp.report.errors import ReportError
 from cbexp.report.failures import describe_reason, without_figures
 from cbexp.report.json_files import Reader
 from cbexp.report.labels import label_runs, short_labels
-from cbexp.report.page_charts import LONE, charts_of_all, throughput_charts
+from cbexp.report.page_charts import LONE, charts_of_all, shown_contests, throughput_charts
 from cbexp.report.page_table import columns_for
 from cbexp.report.rows import Row, run_rows
 from cbexp.report.run import Run
@@ -51,6 +51,8 @@ def _results(runs: Sequence[Run], rows: Sequence[Row], baseline: str | None) -> 
         "short": short_labels([row["label"] for row in rows]),
         "run_of": {str(run.folder): run for run in runs},
         "works": works,
+        "contests": shown_contests(works),
+        "num_contests": sum(work.is_contest for work in works),
         "letter_of": {row["folder"]: work.letter for work in works for row in work.rows},
         "throughput": throughput,
         "lone": throughput.get(LONE),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from cbexp.report.charts import Chart, Shown
@@ -19,6 +20,13 @@ from cbexp.report.works import Work
 
 T = TypeVar("T")
 LONE = "lone"
+# More would take a browser minutes to draw, and nobody would read them.
+MAX_CHARTED_RUNS, MAX_CONTESTS = 100, 20
+
+
+def shown_contests(works: Sequence[Work]) -> list[Work]:
+    """The works that have a winner and a chart of their own; those with most runs where there are too many."""
+    return [work for work in works if work.is_contest][:MAX_CONTESTS]
 
 
 def throughput_charts(works: Sequence[Work], rows: Sequence[Row]) -> dict[str, Chart]:
@@ -27,16 +35,17 @@ def throughput_charts(works: Sequence[Work], rows: Sequence[Row]) -> dict[str, C
     Where there is one work alone, its chart names the runs without figures as well.
     """
     short = short_labels([row["label"] for row in rows])
+
+    def draw(name: str, some: Sequence[Row], has_winner: bool) -> Chart:
+        return _draw(lambda few: build_throughput_chart(f"throughput_{name}", few, short, has_winner), some)
+
     charts = {
-        work.letter: build_throughput_chart(
-            f"throughput_{work.letter}", rows if len(works) == 1 else work.rows, short, has_winner=True
-        )
-        for work in works
-        if work.is_contest
+        work.letter: draw(work.letter, rows if len(works) == 1 else work.rows, has_winner=True)
+        for work in shown_contests(works)
     }
     lone = [row for work in works if not work.is_contest for row in work.rows]
     if lone:
-        charts[LONE] = build_throughput_chart(f"throughput_{LONE}", lone, short, has_winner=False)
+        charts[LONE] = draw(LONE, lone, has_winner=False)
     return charts
 
 
@@ -44,12 +53,21 @@ def charts_of_all(runs: Sequence[Run], rows: Sequence[Row], works: Sequence[Work
     """The roofline, the distribution of step times, and where the time goes; those that the records can fill."""
     charts = []
     if points := _known(find_decode_point, runs, rows):
-        charts.append(build_roofline_chart(points, has_winner=len(works) == 1))
+        charts.append(_draw(lambda few: build_roofline_chart(few, has_winner=len(works) == 1), points))
     if times := _known(find_step_times, runs, rows):
-        charts.append(build_step_time_chart(times))
+        charts.append(_draw(build_step_time_chart, times))
     if seconds := _known(seconds_by_phase, runs, rows):
-        charts.append(build_time_use_chart(seconds))
+        charts.append(_draw(build_time_use_chart, seconds))
     return charts
+
+
+def _draw(build: Callable[[Sequence[T]], Chart], of_runs: Sequence[T]) -> Chart:
+    """The chart of the first `MAX_CHARTED_RUNS`; it says so where there are more."""
+    chart = build(of_runs[:MAX_CHARTED_RUNS])
+    if len(of_runs) <= MAX_CHARTED_RUNS:
+        return chart
+    told = f"Only the first {MAX_CHARTED_RUNS} of {len(of_runs):,} runs are drawn; the table has them all."
+    return replace(chart, caption=f"{chart.caption} {told}")
 
 
 def _known(find: Callable[[Run], T | None], runs: Sequence[Run], rows: Sequence[Row]) -> list[Shown[T]]:

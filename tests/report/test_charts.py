@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import plotly.graph_objects as go
@@ -13,7 +14,8 @@ from cbexp.report.agreement import same_completions_share
 from cbexp.report.decode_points import Ceiling, find_decode_point
 from cbexp.report.doubts import find_doubts
 from cbexp.report.environments import find_differences, shared_facts
-from cbexp.report.page_charts import charts_of_all, throughput_charts
+from cbexp.report.page import build_page
+from cbexp.report.page_charts import MAX_CHARTED_RUNS, MAX_CONTESTS, charts_of_all, throughput_charts
 from cbexp.report.step_times import PERCENTS, find_step_times
 from cbexp.report.time_use import seconds_by_phase, shares_of_round
 from cbexp.report.works import find_works
@@ -225,3 +227,36 @@ def test_a_run_that_recorded_no_environment_makes_no_difference(make_run):
     failed = make_run("2", status="failed")
     write_json(failed / "environment.json", {})
     assert find_differences(load_runs([make_run("1"), failed])) == []
+
+
+def test_charts_of_thousands_of_runs_are_cut_and_say_so(make_run):
+    """A browser took minutes to draw 2,000 rows."""
+    (run,) = load_runs([make_run("one", ["model=tiny"])])
+    runs = [
+        replace(run, folder=run.folder / str(index), overrides=(f"seed={index}",))
+        for index in range(MAX_CHARTED_RUNS + 7)
+    ]
+    rows = run_rows(runs)
+    works = find_works(rows, runs)
+    charts = [*throughput_charts(works, rows).values(), *charts_of_all(runs, rows, works)]
+    assert charts[0].chart_id == "throughput_A"
+    for chart in charts:
+        assert "Only the first 100 of 107 runs are drawn" in chart.caption
+        assert max(len(trace["y"]) for trace in chart.figure["data"]) <= MAX_CHARTED_RUNS
+    assert build_page(runs).count("<tbody") == 107
+
+
+def test_works_without_a_chart_are_told(make_run):
+    (run,) = load_runs([make_run("one", ["model=tiny"])])
+    runs = [
+        replace(
+            run,
+            folder=run.folder / str(index),
+            overrides=(f"seed={index}",),
+            summary={**run.summary, "workload_hash": str(index // 2)},
+        )
+        for index in range(2 * (MAX_CONTESTS + 3))
+    ]
+    page = build_page(runs)
+    assert "3 more works have no chart of their own" in page
+    assert page.count('class="hero"') == MAX_CONTESTS
