@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ DONE = ("completed", "not_applicable")
 FAILURES = ("failed", "out_of_memory", "timed_out", "killed", "interrupted")
 _WRITTEN_BY_CELLS = ("completed", "failed", "out_of_memory", "interrupted", "not_applicable")
 _MAX_LOG_TAIL_BYTES = 4096
+_MAX_LINE_LENGTH = 300
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,13 @@ def conclude_end(folder: Path, returncode: int, reason: StopReason | None, why: 
 
 
 def record_end(folder: Path, end: CellEnd) -> CellEnd:
-    """Write a cell's end for it, and return it; where that cannot be written, its message says so too."""
+    """Write a cell's end for it, and return it; where that cannot be written, its message says so too.
+
+    A cell that is done stays so, and its own end is returned: a stop may reach it between its last record and its end.
+    """
+    written = read_end(folder)
+    if written.is_done:
+        return written
     values = read_json_object(folder / STATUS) or begin_status() | {"pid": None}
     values = {key: value for key, value in values.items() if key != "error_class"}
     try:
@@ -123,7 +131,9 @@ def _read_last_line(path: Path) -> str:
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - _MAX_LOG_TAIL_BYTES))
-            lines = file.read().decode(errors="replace").split("\n")
+            # A progress bar ends its lines with carriage returns.
+            lines = re.split(r"[\r\n]", file.read().decode(errors="replace"))
     except OSError:
         return ""
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return last if len(last) <= _MAX_LINE_LENGTH else f"{last[:_MAX_LINE_LENGTH]}..."

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from cbexp.errors import ResultsError
 from cbexp.sweep.cells import Cell
-from cbexp.sweep.ends import CellEnd
+from cbexp.sweep.ends import CellEnd, record_end
 from cbexp.sweep.process import CellProcess
 from cbexp.sweep.stop_signals import StopRequests
 
@@ -87,7 +87,8 @@ class Scheduler:
             process = self._start(cell, slot)
         except (OSError, ResultsError) as error:  # no room on the disk, no process to be had
             self._free.append(slot)
-            self._finish(cell, CellEnd("failed", f"could not be started: {error}"), 0.0)
+            end = record_end(cell.folder, CellEnd("failed", f"could not be started: {error}"))
+            self._finish(cell, end, 0.0)
             return
         self._running.append(_Running(process, slot))
 
