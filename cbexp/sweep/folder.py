@@ -8,6 +8,7 @@ import itertools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 
 from cbexp.errors import ConfigError, ResultsError
@@ -24,8 +25,11 @@ def claim_folder(wanted: Path) -> Path:
     """Make `wanted`, or the first of `wanted_2`, `wanted_3`, … that is nobody's, and return it.
 
     Raises:
+        ConfigError: `wanted` names no new folder: it is `.`, `..` or `/`.
         ResultsError: it cannot be made.
     """
+    if wanted.name in ("", ".."):
+        raise ConfigError(f"hydra.sweep.dir={wanted} must name a folder for this sweep alone.")
     try:
         wanted.parent.mkdir(parents=True, exist_ok=True)
         return next(folder for folder in _name_candidates(wanted) if _make(folder))
@@ -100,5 +104,8 @@ def find_sweep(resume: str, outputs: Path) -> Path:
 
 def _created_at(sweep_folder: Path) -> tuple[str, str]:
     """When a sweep was begun; its folder's name, which has the time too, decides within a second."""
-    values = read_json_object(sweep_folder / MANIFEST) or {}
-    return str(values.get("created_at", "")), sweep_folder.name
+    manifest = sweep_folder / MANIFEST
+    values = read_json_object(manifest) or {}
+    # A damaged one tells no time. To pass it over would resume an older sweep in its place.
+    written_at = datetime.fromtimestamp(manifest.stat().st_mtime, UTC).isoformat(timespec="seconds")
+    return str(values.get("created_at", written_at)), sweep_folder.name

@@ -102,7 +102,10 @@ def read_manifest(sweep_folder: Path) -> Manifest:
     """
     values = read_json_object(sweep_folder / MANIFEST)
     if values is None or values.get("format") != FORMAT:
-        raise ConfigError(f"resume={sweep_folder}: {MANIFEST} is damaged, or of another version of cbexp.")
+        raise ConfigError(
+            f"resume={sweep_folder}: {MANIFEST} is damaged, or of another version of cbexp, so that nobody knows its "
+            f"cells. Begin a new sweep; what this one has is shown by python -m cbexp.report {sweep_folder}."
+        )
     try:
         provenance = Provenance(
             **{key: values[key] for key in ("commit", "is_dirty", "changes_hash", "versions")}

@@ -31,7 +31,7 @@ def list_visible_gpus() -> list[str]:
     visible = os.environ.get(VISIBLE)
     if visible is not None:
         names = [name.strip() for name in visible.split(",") if name.strip()]
-        # As CUDA does: what comes after an invalid index is not visible.
-        return names[: names.index("-1")] if "-1" in names else names
+        # As CUDA does: what comes after an invalid index is not visible. Twice the same is one GPU all the same.
+        return list(dict.fromkeys(names[: names.index("-1")] if "-1" in names else names))
     found = output_of("nvidia-smi", "--query-gpu=index", "--format=csv,noheader")
     return [line.strip() for line in (found or "").splitlines() if line.strip().isdigit()]
