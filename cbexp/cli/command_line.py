@@ -141,7 +141,11 @@ def _make_output_root(output_dir: Path) -> None:
             file.write(bytes(FIRST_RECORDS_BYTES))
     except OSError as error:
         raise ResultsError(_describe_unwritable(root, error.strerror)) from error
-    if output_dir.exists() and not output_dir.is_dir():
+    try:
+        is_taken = output_dir.exists() and not output_dir.is_dir()
+    except OSError as error:  # its name is too long
+        raise ResultsError(_describe_unwritable(output_dir, error.strerror)) from error
+    if is_taken:
         raise ResultsError(_describe_unwritable(output_dir, "it is a file"))
 
 

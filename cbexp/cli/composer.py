@@ -6,6 +6,7 @@ import copy
 import importlib.util
 import os
 import re
+import shutil
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -112,7 +113,8 @@ def expand_sweep(common: DictConfig, config_loader: ConfigLoader) -> list[list[s
     Those of Hydra's own settings, which all jobs share, are not among them.
 
     Raises:
-        ConfigError: another sweeper than Hydra's basic one is chosen, or a launcher that reuses processes.
+        ConfigError: another sweeper than Hydra's basic one is chosen, or a launcher that reuses processes, or no value
+            is left to a setting that is swept.
     """
     node = common.hydra
     if node.sweeper["_target_"] != BasicSweeperConf._target_:
@@ -124,8 +126,18 @@ def expand_sweep(common: DictConfig, config_loader: ConfigLoader) -> list[list[s
     params: dict[str, str] = node.sweeper.params or {}
     assigned = [f"{key}={values}" for key, values in params.items()] + list_overrides(node, "task")
     parser = OverridesParser.create(config_loader=config_loader)  # it knows the choices that glob(...) means
-    (cells,) = BasicSweeper.split_arguments(parser.parse_overrides(assigned), max_batch_size=None)
+    overrides = parser.parse_overrides(assigned)
+    (cells,) = BasicSweeper.split_arguments(overrides, max_batch_size=None)
+    if not cells:
+        empty = [str(override.input_line) for override in overrides if not list(_list_values(override))]
+        raise ConfigError(
+            f"{' '.join(empty)}: this means no value at all, so that the sweep would have no cell."
+        )
     return [list(cell) for cell in cells]
+
+
+def _list_values(override: Override) -> Iterator[str]:
+    return override.sweep_string_iterator() if override.is_sweep_override() else iter([""])
 
 
 def _check_launcher(common: DictConfig) -> None:
@@ -142,6 +154,15 @@ def check_launcher_is_installed(overrides: Sequence[Override]) -> None:
         is_submitit = re.match("slurm|submitit", str(override.value() or ""))
         if override.key_or_group == "hydra/launcher" and is_submitit and not _is_installed(SUBMITIT):
             raise ConfigError(f"{override.input_line} needs submitit: pip install 'cbexp[slurm]'.")
+
+
+def check_slurm_is_here(common: DictConfig) -> None:
+    """Raise `ConfigError` when jobs are to be submitted to Slurm, and its commands are not to be found."""
+    if common.hydra.launcher["_target_"].endswith(".SlurmLauncher") and shutil.which("srun") is None:
+        raise ConfigError(
+            "hydra/launcher submits to Slurm, but this machine has no srun: run the command where sbatch works, or "
+            "remove hydra/launcher and its settings to run the cells here."
+        )
 
 
 def _is_installed(module: str) -> bool:

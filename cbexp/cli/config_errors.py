@@ -90,7 +90,7 @@ def _first_lines(error: BaseException) -> str:
 
 
 def _explain_unknown_choice(missing_file: str, options: Sequence[str]) -> str:
-    group, _, choice = missing_file.partition("/")
+    group, _, choice = missing_file.rpartition("/")
     return explain_choice(group, choice, options)
 
 

@@ -21,6 +21,7 @@ from cbexp.cli.composer import (
     Composer,
     Place,
     check_launcher_is_installed,
+    check_slurm_is_here,
     expand_sweep,
     find_sweep_dir,
     has_basic_launcher,
@@ -31,10 +32,12 @@ from cbexp.cli.composer import (
     without_hydra,
 )
 from cbexp.cli.config_errors import explain_choice, explain_error, explain_unknown_setting
+from cbexp.cli.terminal import say
 from cbexp.config import SWEEP_SETTINGS, ExperimentConfig
 from cbexp.errors import CbexpError, ConfigError
 
 PRIMARY_CONFIG = "config"
+MANY_CELLS = 20  # so many take seconds to compose
 
 
 def check_command(args: Namespace, conf_dir: Path, indices: Sequence[int] | None = None) -> CheckedCommand:
@@ -70,15 +73,16 @@ def check_command(args: Namespace, conf_dir: Path, indices: Sequence[int] | None
             return CheckedCommand([job], place.folder, job.config.name, is_multirun=False, is_local=True)
         naming = _name_folders_by_differences(cells)
         jobs = []
+        if len(cells) >= MANY_CELLS:
+            say(f"composing and checking {len(cells)} cells")
         for position, (index, cell) in enumerate(numbered):
             where = f"job {position} of {len(cells)} ({' '.join(_list_own_overrides(cell))}): "
             jobs.append(_check_job(composer, args, cell, index, common, where, naming)[0])
         refuse_collisions(jobs)
         refuse_equal_cells(jobs)
-        if jobs[0].config.isolation == "none" and not has_basic_launcher(common):
-            raise ConfigError(
-                "isolation=none has no effect with hydra/launcher=submitit: each job is a process. Remove it."
-            )
+        if not has_basic_launcher(common):
+            _refuse_settings_of_this_machine(jobs[0].config)
+            check_slurm_is_here(common)
         with _explained(args.overrides, composer):
             sweep_dir = find_sweep_dir(common)
     return CheckedCommand(
@@ -203,6 +207,21 @@ def _refuse_broken_text(overrides: list[str]) -> None:
             text.encode()
         except UnicodeEncodeError as error:
             raise ConfigError(f"{text!r} is no valid UTF-8: no record could hold it.") from error
+        if not text.partition("=")[0].strip():
+            raise ConfigError(f"{text!r}: settings are written as key=value.")
+
+
+def _refuse_settings_of_this_machine(config: ExperimentConfig) -> None:
+    """Refuse what has no meaning where another machine's launcher runs the jobs."""
+    if config.dry_run:
+        raise ConfigError(
+            "dry_run=true looks at this machine, and hydra/launcher runs the jobs elsewhere: remove hydra/launcher "
+            "and its settings."
+        )
+    if config.isolation == "none":
+        raise ConfigError(
+            "isolation=none has no effect with hydra/launcher=submitit: each job is a process. Remove it."
+        )
 
 
 def _list_added_keys(settings: DictConfig, prefix: str = "") -> Iterator[str]:
