@@ -12,7 +12,7 @@ from pathlib import Path
 from cbexp.cli.cell_task import CellTask, start_cell
 from cbexp.cli.checked_jobs import CheckedCommand
 from cbexp.cli.composer import open_composer
-from cbexp.cli.exit_codes import choose_sweep_exit_code
+from cbexp.cli.exit_codes import EXIT_INTERRUPTED, choose_sweep_exit_code
 from cbexp.cli.launching import CellLauncher
 from cbexp.cli.preflight import PRIMARY_CONFIG
 from cbexp.cli.sweep_display import SweepDisplay, say_report
@@ -52,7 +52,7 @@ def run_sweep(command: CheckedCommand, args: Namespace, argv: Sequence[str], con
             launcher = CellLauncher(composer, args.overrides, sweep_folder)
             with launcher.opened():
                 ran = _run_cells(plan, command, launcher)
-        return _conclude(plan, command, sweep_folder, ran)
+        return _conclude_unless_stopped(plan, command, sweep_folder, ran)
 
 
 @dataclass(frozen=True)
@@ -93,11 +93,22 @@ def _run_in_this_process(plan: SweepPlan, launcher: CellLauncher) -> _Ran:
         for item in plan.to_run:
             display.on_start(item.cell, {})
             started_s = time.monotonic()
-            ends[item.cell.index] = end = _run_one_here(item, launcher)
+            end, is_stopped = _run_one_unless_stopped(item, launcher)
+            ends[item.cell.index] = end
             display.on_end(item.cell, end, time.monotonic() - started_s)
-            if end.status == "interrupted":
+            if is_stopped:
                 return _Ran(ends, is_stopped=True)
     return _Ran(ends, is_stopped=False)
+
+
+def _run_one_unless_stopped(item: PlannedCell, launcher: CellLauncher) -> tuple[CellEnd, bool]:
+    """Run a cell in this process; return its end, and whether it is the last: a stop may come once it is completed."""
+    try:
+        end = _run_one_here(item, launcher)
+        return end, end.status == "interrupted"
+    except KeyboardInterrupt as stop:
+        why = str(stop) or "stopped by Ctrl-C"
+        return record_end(item.cell.folder, CellEnd("interrupted", why)), True
 
 
 def _build_display(plan: SweepPlan) -> SweepDisplay:
@@ -105,17 +116,15 @@ def _build_display(plan: SweepPlan) -> SweepDisplay:
 
 
 def _run_one_here(item: PlannedCell, launcher: CellLauncher) -> CellEnd:
-    """Run a cell in this process; whatever it raises is recorded, and does not end the sweep."""
+    """Run a cell in this process; whatever it raises but a stop is recorded, and does not end the sweep."""
     cell = item.cell
     try:
         set_aside(cell.folder)
         return launcher.run_here(cell.index, item.composed_from, cell.folder, lambda: _run(cell))
-    except KeyboardInterrupt as stop:
-        return record_end(cell.folder, CellEnd("interrupted", str(stop) or "stopped by Ctrl-C"))
     except (CbexpError, OSError) as error:
         report_error(error)
         return record_end(cell.folder, CellEnd("failed", str(error)))
-    except Exception as error:  # noqa: BLE001 - a bug in one cell must not hide the rest of the sweep
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - one cell's must not hide the rest of the sweep
         traceback.print_exc()
         return record_end(cell.folder, CellEnd("failed", f"{type(error).__name__}: {error}"))
 
@@ -144,14 +153,25 @@ def _submit(plan: SweepPlan, launcher: CellLauncher) -> _Ran:
     except KeyboardInterrupt as stop:
         say(f"{stop}: jobs that were submitted go on; end them with the cluster's means, or resume later.")
         return _Ran({}, is_stopped=True)
-    except Exception as error:  # noqa: BLE001 - submitit's own, for a job that ended without a word
-        say(f"a submitted job ended without a result, others may go on ({type(error).__name__}: {error})")
+    except Exception as error:  # noqa: BLE001 - submitit's own: it could not submit, or a job ended without a word
+        say(f"the launcher gave up ({type(error).__name__}: {error}): jobs that it has submitted go on")
     return _Ran({}, is_stopped=False)
+
+
+def _conclude_unless_stopped(plan: SweepPlan, command: CheckedCommand, sweep_folder: Path, ran: _Ran) -> int:
+    try:
+        with interrupting_by_stop_signals():
+            return _conclude(plan, command, sweep_folder, ran)
+    except KeyboardInterrupt as stop:
+        say(
+            f"{str(stop) or 'stopped by Ctrl-C'} after the last cell: all cells' records are in {sweep_folder}"
+        )
+        return EXIT_INTERRUPTED
 
 
 def _conclude(plan: SweepPlan, command: CheckedCommand, sweep_folder: Path, ran: _Ran) -> int:
     ends = [ran.ends.get(item.cell.index) or read_end(item.cell.folder) for item in plan.cells]
-    say_report(sweep_folder, ends, plan.num_cells)
+    say_report(sweep_folder, ends, [read_end(folder) for folder in plan.others])
     _track_sweep(plan, command, sweep_folder)
     return choose_sweep_exit_code(ends, ran.is_stopped)
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from cbexp.cli.launching import quote
 from cbexp.cli.terminal import say
 from cbexp.display.units import format_path
 from cbexp.report import format_report, load_runs
+from cbexp.report.text_table import printable
 from cbexp.sweep.cells import LOG, Cell
 from cbexp.sweep.ends import CellEnd
 from cbexp.sweep.process import CellProcess
 from cbexp.sweep.slots import VISIBLE
 
 PROGRESS_INTERVAL_S = 5.0
+MAX_OVERRIDES_LENGTH = 500
 
 
 class SweepDisplay:
@@ -30,7 +35,7 @@ class SweepDisplay:
         """Say which cell starts, by what tells it from the others, and on which GPU where there are several."""
         where = f" on GPU {slot[VISIBLE]}" if VISIBLE in slot else ""
         own = " ".join(override for override in cell.overrides if override not in self._shared)
-        say(f"{self._name(cell)} starts{where}: {own}")
+        say(f"{self._name(cell)} starts{where}: {_on_one_line(own)}")
 
     def on_progress(self, process: CellProcess) -> None:
         """Say which round has ended last, not more often than somebody would read it."""
@@ -52,8 +57,11 @@ class SweepDisplay:
         if end.objective is not None:
             told += f", {end.objective:,.0f} output tokens/s"
         if end.message:
-            told += f": {end.message}"
-        say(told if end.is_done else f"{told}\n  {format_path(cell.folder / LOG)}")
+            told += f": {printable(end.message)}"
+        if not end.is_done:
+            log = cell.folder / LOG  # a cell that never started has none, nor one in the sweep's own process
+            told += f"\n  {format_path(log if log.exists() else cell.folder)}"
+        say(told)
 
     def on_stop(self, why: str, num_running: int) -> None:
         """Say that the sweep ends, and how to make that faster."""
@@ -63,14 +71,34 @@ class SweepDisplay:
         return f"cell {cell.index} of {self._num_cells}"
 
 
-def say_report(sweep_folder: Path, ends: Sequence[CellEnd], num_cells: int) -> None:
-    """Print the sweep's table with what failed and why, and how many cells are done."""
+def say_report(sweep_folder: Path, ends: Sequence[CellEnd], other_ends: Sequence[CellEnd]) -> None:
+    """Print the sweep's table with what failed and why, and how many cells are done.
+
+    Args:
+        sweep_folder: the sweep's.
+        ends: how the cells of this command ended.
+        other_ends: how those cells of the sweep stand that this command does not have.
+    """
     say(format_report(load_runs([sweep_folder])))
-    num_done = sum(end.is_done for end in ends)
+    num_done = sum(end.is_done for end in (*ends, *other_ends))
+    say(f"{num_done} of {len(ends) + len(other_ends)} cells are done: {format_path(sweep_folder)}")
+    if not all(end.is_done for end in ends):
+        resume = _format_resume(sweep_folder)
+        say(f"To run what is missing, give the same command with {resume} (or resume=latest).")
+    elif not all(end.is_done for end in other_ends):
+        say("This command has all of its cells; sweep.json has the command of the others.")
+
+
+def _format_resume(sweep_folder: Path) -> str:
+    """The override that resumes the sweep, as a shell takes it."""
     folder = format_path(sweep_folder)
-    say(f"{num_done} of {num_cells} cells are done: {folder}")
-    if num_done < num_cells:
-        say(f"To run what is missing, give the same command with resume={folder} (or resume=latest).")
+    is_plain = re.fullmatch(r"[\w./-]+", folder, re.ASCII)
+    return f"resume={folder}" if is_plain else shlex.quote(f"resume={quote(folder)}")
+
+
+def _on_one_line(text: str) -> str:
+    shown = printable(text).replace("\n", " ")
+    return shown if len(shown) <= MAX_OVERRIDES_LENGTH else f"{shown[:MAX_OVERRIDES_LENGTH]}..."
 
 
 def _read_whole_lines(path: Path, start: int) -> bytes:

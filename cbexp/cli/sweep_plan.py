@@ -32,12 +32,20 @@ class PlannedCell:
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """The cells of a command line in their sweep, in order, and the indices of those that are to run."""
+    """The cells of a command line in their sweep, in order, and those of them that are to run.
+
+    `others` are the folders of the sweep's cells that the command line does not have.
+    """
 
     cells: list[PlannedCell]
     to_run: list[PlannedCell]
     name: str
-    num_cells: int
+    others: list[Path]
+
+    @property
+    def num_cells(self) -> int:
+        """How many cells the sweep has."""
+        return len(self.cells) + len(self.others)
 
 
 def begin_sweep(command: CheckedCommand, argv: Sequence[str], sweep_folder: Path) -> SweepPlan:
@@ -46,7 +54,7 @@ def begin_sweep(command: CheckedCommand, argv: Sequence[str], sweep_folder: Path
     cells = _plan_cells(command.jobs, sweep_folder, name, len(command.jobs))
     manifest = build_manifest(name, argv, [item.cell for item in cells], sweep_folder, find_provenance())
     write_manifest(sweep_folder, manifest)
-    return SweepPlan(cells, cells, name, len(cells))
+    return SweepPlan(cells, cells, name, others=[])
 
 
 def resume_sweep(command: CheckedCommand, args: Namespace, conf_dir: Path, sweep_folder: Path) -> SweepPlan:
@@ -59,30 +67,30 @@ def resume_sweep(command: CheckedCommand, args: Namespace, conf_dir: Path, sweep
     manifest, current = read_manifest(sweep_folder), find_provenance()
     is_forced = command.jobs[0].config.resume_force
     check_provenance(manifest, current, is_forced)
-    cells, num_cells = _place_cells(command, args, conf_dir, sweep_folder, manifest)
+    cells, others = _place_cells(command, args, conf_dir, sweep_folder, manifest)
     missing = {cell.index for cell in list_missing([item.cell for item in cells], is_forced)}
     _note_resumption(manifest, cells, sweep_folder, current)
     to_run = [item for item in cells if item.cell.index in missing]
-    return SweepPlan(cells, to_run, manifest.name, num_cells)
+    return SweepPlan(cells, to_run, manifest.name, others)
 
 
 def _place_cells(
     command: CheckedCommand, args: Namespace, conf_dir: Path, sweep_folder: Path, manifest: Manifest
-) -> tuple[list[PlannedCell], int]:
-    """The command's cells where the sweep has them, new ones after its last, and how many there are in all."""
+) -> tuple[list[PlannedCell], list[Path]]:
+    """The command's cells where the sweep has them, new ones after its last, and the folders of its other cells."""
     known = {cell.index: cell for cell in manifest.cells}
     jobs, indices = command.jobs, [job.index for job in command.jobs]
     placed = find_indices(manifest, [job.cell_hash for job in jobs])
     if placed != indices:  # a job's number may be in its settings
         jobs = check_command(args, conf_dir, placed).jobs
-    num_cells = len(known.keys() | set(placed))
-    cells = _plan_cells(jobs, sweep_folder, manifest.name, num_cells)
+    others = [sweep_folder / cell.folder for cell in manifest.cells if cell.index not in placed]
+    cells = _plan_cells(jobs, sweep_folder, manifest.name, len(placed) + len(others))
     return [
         replace(item, cell=replace(item.cell, folder=sweep_folder / known[item.cell.index].folder))
         if item.cell.index in known
         else item
         for item in cells
-    ], num_cells
+    ], others
 
 
 def _plan_cells(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
+from contextlib import suppress
+
+_READER_GONE = (errno.EPIPE, errno.EIO)
 
 
 def say(text: str) -> None:
@@ -14,8 +18,10 @@ def say(text: str) -> None:
     try:
         sys.stdout.write(f"{text}\n")
         sys.stdout.flush()
-    except OSError:
+    except OSError as error:
         silence_stdout()
+        if error.errno not in _READER_GONE:
+            _say_to_stderr(f"standard output cannot be written ({error.strerror}): going on without it")
 
 
 def silence_stdout() -> None:
@@ -29,4 +35,11 @@ def report_error(error: Exception) -> None:
     """Write an error for the user as its message alone; with `HYDRA_FULL_ERROR=1` the traceback comes first."""
     if os.environ.get("HYDRA_FULL_ERROR") == "1":
         traceback.print_exception(error)
-    sys.stderr.write(f"cbexp: {error}\n")
+    _say_to_stderr(f"cbexp: {error}")
+
+
+def _say_to_stderr(text: str) -> None:
+    if sys.stderr is None:
+        return
+    with suppress(OSError):  # there is nobody left to tell
+        sys.stderr.write(f"{text}\n")

@@ -59,6 +59,8 @@ def behave(how):
     elif how == "leave_child":
         child = subprocess.Popen(["sleep", "600"])
         print(f"child {child.pid}", flush=True)
+    elif how == "exit":
+        sys.exit(0)
     elif how == "slow":
         time.sleep(1.5)
 

@@ -113,6 +113,15 @@ def test_cells_in_one_process_share_it(sweeps):
     assert sweeps.statuses() == {0: "completed", 1: "completed"}
 
 
+def test_cell_in_the_sweeps_process_that_exits_ends_no_sweep(sweeps):
+    sweeps.ends = {1: "exit"}
+    done = sweeps.run("-m", "seed=1,2", QUIET, "isolation=none")
+    assert done.code == 1
+    assert sweeps.statuses() == {0: "failed", 1: "completed"}
+    assert "SystemExit: 0" in sweeps.status(0)["message"]
+    assert "log.txt" not in done.out  # there is none
+
+
 def test_hydras_settings_of_a_job_reach_its_process(sweeps):
     sweeps.run("-m", "seed=1,2", "+hydra.job.env_set.FROM_ENV_SET=given", "hydra.job.chdir=true", QUIET)
     assert [call["variable"] for call in sweeps.calls] == ["given", "given"]
@@ -150,3 +159,22 @@ def test_output_that_was_closed_from_the_start_ends_no_sweep(sweeps):
     process = sweeps.start("-m", "seed=1,2", QUIET, stdout=None, preexec_fn=lambda: os.close(1))
     assert process.wait(timeout=60) == 0
     assert sweeps.statuses() == {0: "completed", 1: "completed"}
+
+
+def test_output_to_a_full_disk_ends_no_sweep_and_is_told_once(sweeps):
+    with open("/dev/full", "w") as full:
+        done = sweeps.run("-m", "seed=1,2", QUIET, stdout=full)
+    assert done.code == 0
+    assert done.err.splitlines() == [
+        "standard output cannot be written (No space left on device): going on without it"
+    ]
+    assert sweeps.statuses() == {0: "completed", 1: "completed"}
+
+
+def test_overrides_do_not_steer_the_terminal(sweeps):
+    long = "x" * 3000
+    done = sweeps.run("-m", f"dataset.system_prompt='\x1b[31m\nred','{long}'", QUIET)
+    assert "\x1b" not in done.out
+    assert "cell 0 of 2 starts: dataset.system_prompt='?[31m red'" in done.out
+    (start,) = [line for line in done.out.splitlines() if line.startswith("cell 1 of 2 starts")]
+    assert len(start) < 600

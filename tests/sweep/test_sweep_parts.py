@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -28,7 +29,7 @@ from cbexp.run_status import begin_status, find_live_owner, write_status
 from cbexp.sweep import slots
 from cbexp.sweep.cells import Cell, hash_config, read_cell, write_cell
 from cbexp.sweep.ends import CellEnd, conclude_end, describe_signal, read_end, record_end
-from cbexp.sweep.folder import claim_folder
+from cbexp.sweep.folder import claim_folder, find_sweep
 from cbexp.sweep.manifest import Provenance, find_provenance, read_manifest
 from cbexp.sweep.process import CellProcess
 from cbexp.sweep.resume import list_differences, list_missing, set_aside
@@ -166,6 +167,22 @@ def test_completed_cell_stays_completed_whatever_ended_its_process(tmp_path):
     assert (end.status, end.objective, end.message) == ("completed", 12.0, None)
 
 
+def test_stop_between_last_record_and_end_keeps_the_cell_completed(tmp_path):
+    mark(tmp_path, "completed")
+    (tmp_path / "summary.json").write_text('{"decode_tps": 12}')
+    end = record_end(tmp_path, CellEnd("interrupted", "stopped by Ctrl-C"))
+    assert (end.status, end.objective) == ("completed", 12.0)
+    assert read_end(tmp_path).status == "completed"
+
+
+def test_last_line_of_a_log_is_its_last_words_and_short(tmp_path):
+    (tmp_path / "log.txt").write_text("loading 10%\rloading 20%\n\n")
+    assert conclude_end(tmp_path, 0, None, "").message.endswith("log.txt: loading 20%")
+    (tmp_path / "status.json").unlink()
+    (tmp_path / "log.txt").write_text("z" * 10_000)
+    assert len(conclude_end(tmp_path, 0, None, "").message) < 500
+
+
 def test_end_that_cannot_be_written_is_told(tmp_path, monkeypatch):
     def full(folder, values):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -230,6 +247,19 @@ def test_unwritable_place_is_one_message(tmp_path):
         claim_folder(tmp_path / "file" / "sweep")
 
 
+@pytest.mark.parametrize("path", [".", "..", "/"])
+def test_folder_that_a_sweep_cannot_have_for_itself_is_refused(path):
+    with pytest.raises(ConfigError, match=r"hydra\.sweep\.dir"):
+        claim_folder(Path(path))
+
+
+def test_damaged_sweep_does_not_let_an_older_one_pass_for_the_latest(tmp_path):
+    for name, content in (("a", '{"created_at": "2020-01-01T00:00:00+00:00"}'), ("b", "{")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "sweep.json").write_text(content)
+    assert find_sweep("latest", tmp_path) == tmp_path / "b"
+
+
 @pytest.mark.parametrize(
     "content", ["", "{", "[]", '{"format": 2}', '{"format": 1}', '{"format": 1, "cells": [{}]}']
 )
@@ -282,6 +312,7 @@ def test_running_cell_of_this_host_is_refused_even_when_forced(tmp_path):
         ("3", "0\n1\n", ["auto"], [None]),
         ("", "0\n1\n", ["auto"], [None]),
         ("0,1,-1,2", None, ["auto"], ["0", "1"]),
+        ("1,1,0", None, ["auto"], ["1", "0"]),
         ("GPU-aa,GPU-bb", None, ["auto"], ["GPU-aa", "GPU-bb"]),
         (None, "No devices were found\n", ["auto"], [None]),
     ],
@@ -386,7 +417,19 @@ def test_cell_that_cannot_start_does_not_keep_the_next_one(tmp_path, fake_job, e
     ends = Scheduler([{}], start_or_fail, SilentObserver(), StopRequests()).run(cells)
     assert ends[0].status == "failed"
     assert str(error) in ends[0].message
+    assert "the status could not be written" in ends[0].message  # there is no folder
     assert ends[1].status == "completed"
+
+
+def test_cell_without_a_process_has_that_in_its_folder(tmp_path):
+    def no_process(cell, slot):
+        write_cell(cell)
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    cell = build_cell(tmp_path)
+    Scheduler([{}], no_process, SilentObserver(), StopRequests()).run([cell])
+    assert read_end(cell.folder).status == "failed"
+    assert "could not be started" in read_end(cell.folder).message
 
 
 def test_error_of_the_sweep_itself_leaves_no_cell_behind(tmp_path, fake_job):

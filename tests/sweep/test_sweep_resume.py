@@ -179,6 +179,17 @@ def test_latest_is_the_newest_of_the_same_name(sweeps):
 # Refusals
 
 
+def test_cells_that_a_command_does_not_have_are_counted_as_they_stand(sweeps):
+    sweeps.ends = {1: "fail"}
+    sweeps.run("-m", "seed=1,2", QUIET)
+    done = sweeps.run("-m", "seed=2,3", QUIET, "resume=latest")
+    assert done.code == 0
+    assert "2 of 3 cells are done" in done.out
+    assert "sweep.json has the command of the others" in done.out
+    sweeps.ends = {}
+    assert "3 of 3 cells are done" in sweeps.run("-m", "seed=1,3", QUIET, "resume=latest").out
+
+
 def test_sweep_that_goes_on_is_left_alone(sweeps):
     sweeps.ends = {1: "hang"}
     process = sweeps.start("-m", "seed=1,2", QUIET)
