@@ -111,7 +111,29 @@ def read_manifest(sweep_folder: Path) -> Manifest:
             **{key: values[key] for key in ("commit", "is_dirty", "changes_hash", "versions")}
         )
         cells = [KnownCell(**cell) for cell in values["cells"]]
-        own = {key: values[key] for key in ("name", "created_at", "argv", "resumed")}
+        own = {key: values[key] for key in ("name", "created_at", "resumed")} | {"argv": list(values["argv"])}
     except (KeyError, TypeError) as error:
         raise ConfigError(f"resume={sweep_folder}: {MANIFEST} is damaged ({error}).") from error
-    return Manifest(provenance=provenance, cells=cells, **own)
+    manifest = Manifest(provenance=provenance, cells=cells, **own)
+    if not _is_well_formed(manifest):
+        raise ConfigError(
+            f"resume={sweep_folder}: {MANIFEST} is damaged: values of another type than cbexp writes."
+        )
+    return manifest
+
+
+def _is_well_formed(manifest: Manifest) -> bool:
+    """Whether what a resumption relies on has the types that it should have; a file promises nothing."""
+    provenance = manifest.provenance
+    texts = [
+        manifest.name,
+        *manifest.argv,
+        *(text for cell in manifest.cells for text in (cell.cell_hash, cell.folder)),
+    ]
+    return (
+        isinstance(manifest.resumed, list)
+        and isinstance(provenance.versions, dict)
+        and isinstance(provenance.commit, str | None)
+        and all(isinstance(cell.index, int) for cell in manifest.cells)
+        and all(isinstance(text, str) for text in texts)
+    )

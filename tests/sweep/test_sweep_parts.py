@@ -30,7 +30,7 @@ from cbexp.sweep import slots
 from cbexp.sweep.cells import Cell, hash_config, read_cell, write_cell
 from cbexp.sweep.ends import CellEnd, conclude_end, describe_signal, read_end, record_end
 from cbexp.sweep.folder import claim_folder, find_sweep
-from cbexp.sweep.manifest import Provenance, find_provenance, read_manifest
+from cbexp.sweep.manifest import Provenance, build_manifest, find_provenance, read_manifest, write_manifest
 from cbexp.sweep.process import CellProcess
 from cbexp.sweep.resume import list_differences, list_missing, set_aside
 from cbexp.sweep.scheduler import Scheduler
@@ -265,6 +265,28 @@ def test_damaged_sweep_does_not_let_an_older_one_pass_for_the_latest(tmp_path):
 )
 def test_damaged_manifest_is_one_message(tmp_path, content):
     (tmp_path / "sweep.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"sweep\.json is damaged"):
+        read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("commit", 1),
+        ("versions", None),
+        ("resumed", None),
+        ("argv", 3),
+        ("name", 3),
+        ("cells", [{"index": None, "cell_hash": "a", "folder": "a", "overrides": [], "command": ""}]),
+        ("cells", [{"index": 0, "cell_hash": [], "folder": "a", "overrides": [], "command": ""}]),
+        ("cells", [{"index": 0, "cell_hash": "a", "folder": None, "overrides": [], "command": ""}]),
+    ],
+)
+def test_manifest_of_other_types_is_one_message(tmp_path, key, value):
+    write_manifest(tmp_path, build_manifest("name", ["-m"], [], tmp_path, find_provenance()))
+    path = tmp_path / "sweep.json"
+    assert read_manifest(tmp_path).name == "name"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
     with pytest.raises(ConfigError, match=r"sweep\.json is damaged"):
         read_manifest(tmp_path)
 
