@@ -24,23 +24,8 @@ from cbexp.environment import (
     seed_everything,
     synchronize,
 )
-from cbexp.provenance import describe_source
 
 CPU = torch.device("cpu")
-
-
-def git(folder, *arguments):
-    identity = ["-c", "user.name=t", "-c", "user.email=t@t.invalid"]
-    subprocess.run(["git", "-C", folder, *identity, *arguments], check=True, capture_output=True)
-
-
-@pytest.fixture
-def checkout(tmp_path):
-    git(tmp_path, "init", "-q")
-    (tmp_path / "file").write_text("one")
-    git(tmp_path, "add", "file")
-    git(tmp_path, "commit", "-q", "-m", "first")
-    return tmp_path
 
 
 def test_environment_is_plain_json_with_versions_and_hardware():
@@ -66,30 +51,6 @@ def test_only_named_variables_are_recorded(monkeypatch):
 def test_missing_package_has_no_version(monkeypatch):
     monkeypatch.setattr(environment, "PACKAGES", ("torch", "no-such-package"))
     assert collect_environment()["versions"]["no-such-package"] is None
-
-
-def test_clean_checkout_then_a_change_then_a_new_file(checkout):
-    clean = describe_source(checkout)
-    assert len(clean["commit"]) == 40
-    assert clean["is_dirty"] is False
-    (checkout / "new").write_text("untracked")
-    assert describe_source(checkout) == {"commit": clean["commit"], "is_dirty": True}
-    (checkout / "new").unlink()
-    (checkout / "file").write_text("two")
-    assert describe_source(checkout)["is_dirty"] is True
-
-
-def test_package_installed_inside_a_checkout_has_no_commit(checkout):
-    (checkout / "site-packages").mkdir()
-    assert describe_source(checkout / "site-packages") == {"commit": None, "is_dirty": None}
-
-
-def test_git_may_be_missing_or_fail(checkout, monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    assert describe_source(checkout) == {"commit": None, "is_dirty": None}
-    monkeypatch.undo()
-    (checkout / ".git" / "HEAD").write_text("garbage")
-    assert describe_source(checkout) == {"commit": None, "is_dirty": None}
 
 
 def test_seed_makes_all_generators_repeat():

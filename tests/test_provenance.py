@@ -1,0 +1,87 @@
+"""What counts as changed code: the record of a run and the resumption of a sweep mean the same by it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+
+import pytest
+
+from cbexp.provenance import describe_source, hash_changes
+
+
+def git(folder, *arguments):
+    identity = ["-c", "user.name=t", "-c", "user.email=t@t.invalid"]
+    subprocess.run(["git", "-C", folder, *identity, *arguments], check=True, capture_output=True)
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    git(tmp_path, "init", "-q")
+    for folder in ("cbexp", "conf", "tests"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "file").write_text("one")
+    (tmp_path / ".gitignore").write_text("ignored\n")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-q", "-m", "first")
+    return tmp_path
+
+
+def is_changed(root):
+    """Whether it is, by the record and by the hash, which have to agree."""
+    by_record, by_hash = describe_source(root)["is_dirty"], hash_changes(root) != ""
+    assert by_record is by_hash
+    return by_record
+
+
+def test_clean_checkout_has_a_commit_and_no_changes(checkout):
+    assert len(describe_source(checkout)["commit"]) == 40
+    assert not is_changed(checkout)
+
+
+@pytest.mark.parametrize("name", ["cbexp/file", "conf/file", "cbexp/new.py", "conf/experiment/new.yaml"])
+def test_code_and_choices_count_tracked_or_not(checkout, name):
+    path = checkout / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("two")
+    assert is_changed(checkout)
+    before = hash_changes(checkout)
+    path.write_text("three")
+    assert hash_changes(checkout) not in (before, "")
+
+
+@pytest.mark.parametrize("name", ["tests/file", "tests/new", "notes", "conf/ignored"])
+def test_anything_else_does_not(checkout, name):
+    (checkout / name).write_text("two")
+    assert not is_changed(checkout)
+
+
+def test_staged_and_removed_files_count(checkout):
+    (checkout / "conf/new").write_text("one")
+    git(checkout, "add", "conf/new")
+    assert is_changed(checkout)
+    git(checkout, "rm", "-q", "-f", "conf/new")
+    assert not is_changed(checkout)
+    (checkout / "cbexp/file").unlink()
+    assert is_changed(checkout)
+
+
+def test_names_and_contents_need_not_be_unicode(checkout):
+    (checkout / "cbexp/file").write_bytes(b"caf\xe9\n")
+    (checkout / "conf" / os.fsdecode(b"caf\xe9")).write_bytes(b"\xff")
+    (checkout / "conf/link").symlink_to("nowhere")
+    assert is_changed(checkout)
+
+
+def test_package_installed_inside_a_checkout_has_no_commit(checkout):
+    (checkout / "site-packages").mkdir()
+    assert describe_source(checkout / "site-packages") == {"commit": None, "is_dirty": None}
+    assert hash_changes(checkout / "site-packages") is None
+
+
+def test_git_may_be_missing_or_fail(checkout, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert describe_source(checkout) == {"commit": None, "is_dirty": None}
+    monkeypatch.undo()
+    (checkout / ".git" / "HEAD").write_text("garbage")
+    assert describe_source(checkout) == {"commit": None, "is_dirty": None}
