@@ -7,10 +7,10 @@ import json
 import os
 import secrets
 from pathlib import Path
-from typing import Any
 
 from cbexp.config import SweepInfo
 from cbexp.errors import ConfigError
+from cbexp.run_status import read_json_object
 
 RUN_ID_LENGTH = 16
 CELL_FILE, SWEEP_FILE = "cell.json", "sweep.json"
@@ -32,30 +32,23 @@ def refuse_sweep_under_agent(sweep: SweepInfo | None) -> None:
 
 def find_cell_run_id(run_dir: Path) -> str | None:
     """Return the run id of the cell in `run_dir`, the same whenever its sweep is resumed; None outside of a sweep."""
-    cell = _load(run_dir / CELL_FILE)
+    cell = read_json_object(run_dir / CELL_FILE)
     sweep_ids = map(find_sweep_run_id, run_dir.absolute().parents)  # hydra.sweep.subdir may nest
     sweep_id = next((found for found in sweep_ids if found is not None), None)
     if sweep_id is None or cell is None:
         return None
-    return _digest(sweep_id, cell["index"], cell["cell_hash"])
+    return _digest(sweep_id, cell.get("index"), cell.get("cell_hash"))
 
 
 def find_sweep_run_id(sweep_folder: Path) -> str | None:
     """Return the run id of the sweep in `sweep_folder`, the same whenever it is resumed; None when it is no sweep's."""
-    sweep = _load(sweep_folder / SWEEP_FILE)
-    return None if sweep is None else _digest(sweep_folder.name, sweep["name"], sweep["created_at"])
+    sweep = read_json_object(sweep_folder / SWEEP_FILE)
+    return None if sweep is None else _digest(sweep_folder.name, sweep.get("name"), sweep.get("created_at"))
 
 
 def make_run_id() -> str:
     """Return an id that no other run has."""
     return secrets.token_hex(RUN_ID_LENGTH // 2)
-
-
-def _load(path: Path) -> dict[str, Any] | None:
-    if not path.exists():
-        return None
-    loaded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return loaded
 
 
 def _digest(*parts: object) -> str:

@@ -14,6 +14,7 @@ from cbexp.errors import ConfigError
 from cbexp.report.loading import load_runs
 from cbexp.report.rows import run_rows
 from cbexp.tracking import log_sweep, start_tracking
+from cbexp.tracking.identity import find_cell_run_id
 from tests.tracking.test_tracking import REPOSITORY, run_script
 from tests.tracking.wandb_fixtures import a_round, a_summary, read_back
 
@@ -86,6 +87,19 @@ def test_cell_without_records_of_its_sweep_is_a_new_run_each_time(tmp_path):
         (tmp_path / name).mkdir()
         ids.add(id_of(tmp_path / name))
     assert len(ids) == 2
+
+
+@pytest.mark.parametrize("torn", ["cell.json", "../sweep.json"])
+def test_cell_whose_records_are_torn_is_a_new_run(sweep_folder, torn):
+    cell = make_cell(sweep_folder, 0)
+    assert find_cell_run_id(cell) is not None
+    (cell / torn).write_text('{"index": 0, "na')
+    assert find_cell_run_id(cell) is None
+
+
+def test_sweep_whose_record_is_torn_is_logged_all_the_same(sweep_folder):
+    (sweep_folder / "sweep.json").write_text('{"na')
+    assert log_sweep(TrackingConfig(mode="offline"), "night", sweep_folder, []) == []
 
 
 def test_configured_group_goes_before_that_of_the_sweep(sweep_folder):
