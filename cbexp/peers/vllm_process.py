@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from cbexp.engine.types import EngineError
 from cbexp.errors import ConfigError
 
 POLL_INTERVAL_S = 1.0
@@ -35,22 +36,12 @@ class WorkerProcess:
 
     Raises:
         ConfigError: the command's program cannot be started.
+        EngineError: its log cannot be written.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log_path: Path) -> None:
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with log_path.open("wb") as log:
-                self._process = subprocess.Popen(
-                    [*command, str(os.getpid())],
-                    env=environment,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=log,
-                    start_new_session=True,  # Ctrl-C is for us alone; and all that it starts can be ended together
-                )
-        except OSError as error:
-            raise ConfigError(f"driver.python={command[0]} cannot be started: {error.strerror}.") from error
+        with _open_log(log_path) as log:
+            self._process = _start([*command, str(os.getpid())], environment, log)
         assert self._process.stdin is not None  # for the type checker: both are pipes
         assert self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
@@ -129,9 +120,38 @@ class WorkerProcess:
             return WorkerEndedError("it closed its pipe and still runs")
         if code >= 0:
             return WorkerEndedError(f"exit code {code}")
-        name = signal.Signals(-code).name
+        name = _name_signal(-code)
         hint = ", perhaps by the kernel for want of memory" if name == "SIGKILL" else ""
         return WorkerEndedError(f"killed by {name}{hint}")
+
+
+def _open_log(path: Path) -> BinaryIO:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("wb")
+    except OSError as error:
+        raise EngineError(f"the worker's log {path} cannot be written: {error.strerror}.") from error
+
+
+def _start(command: Sequence[str], environment: Mapping[str, str], log: BinaryIO) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            start_new_session=True,  # Ctrl-C is for us alone; and all that it starts can be ended together
+        )
+    except OSError as error:
+        raise ConfigError(f"driver.python={command[0]} cannot be started: {error.strerror}.") from error
+
+
+def _name_signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal has no name of its own
+        return f"signal {number}"
 
 
 def _parse(line: bytes) -> dict[str, Any]:
