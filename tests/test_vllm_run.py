@@ -55,6 +55,7 @@ def test_a_job_has_the_records_of_any_other(fake):
     engine = read_json(folder / "engine.json")["driver"]
     assert engine["versions"]["vllm"] == "0.26.0"
     assert engine["engine_arguments"]["load_format"] == "dummy"
+    assert engine["variables"]["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
     assert set(engine["not_measured"]) == {"steps", "roofline", "allocated_memory"}
     assert "vLLM prints" in (folder / "vllm.log").read_text()
     assert len(fake.notes("start")) == 1

@@ -67,6 +67,16 @@ def test_the_work_is_ours_and_the_rest_is_vllms_default(fake):
     assert engine["enable_prefix_caching"] is False
 
 
+def test_what_vllms_own_variables_say_is_on_record_but_no_secret(fake, monkeypatch):
+    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "TRITON_ATTN")
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    monkeypatch.setenv("OTHER", "x")
+    variables = settings_of(experiment(fake)).vllm_variables
+    assert variables["VLLM_ATTENTION_BACKEND"] == "TRITON_ATTN"
+    assert variables["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
+    assert not {"VLLM_API_KEY", "OTHER"} & set(variables)
+
+
 def test_the_longest_request_decides_the_length_and_the_model_bounds_it(fake):
     config = experiment(fake, max_new_tokens=200)
     assert settings_of(config, lengths=[5, 12, 50, 1]).engine["max_model_len"] == 256

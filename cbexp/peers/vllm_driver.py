@@ -85,6 +85,7 @@ class VllmDriver(QueuedDriver):
         return {
             "python": self._config.python,
             "engine_arguments": dict(self._config.engine),
+            "variables": self._config.vllm_variables,
             "compile_mode": self._config.compile_mode,
             "attn_implementation": "vllm",
             "do_sample": False,

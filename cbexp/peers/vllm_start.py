@@ -15,6 +15,7 @@ from cbexp.peers.vllm_failures import describe_not_installed, read_last_line, re
 from cbexp.peers.vllm_process import WorkerProcess, WorkerTimeoutError
 
 PROGRESS_INTERVAL_S = 15.0
+SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD")  # in the names of variables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,15 @@ class VllmConfig:
     def gpu(self) -> str | None:
         """The GPU that the worker sees; None on a CPU."""
         return self.environment["CUDA_VISIBLE_DEVICES"] if self.device_type == "cuda" else None
+
+    @property
+    def vllm_variables(self) -> dict[str, str]:
+        """What vLLM is told by variables of its own, which its figures depend on as on arguments; but no secrets."""
+        return {
+            name: value
+            for name, value in sorted(self.environment.items())
+            if name.startswith("VLLM_") and not any(word in name for word in SECRETS)
+        }
 
     @property
     def has_request_times(self) -> bool:
