@@ -18,6 +18,7 @@ from cbexp.report.json_files import Reader
 from cbexp.report.labels import label_runs, short_labels
 from cbexp.report.page_charts import LONE, charts_of_all, shown_contests, throughput_charts
 from cbexp.report.page_table import columns_for
+from cbexp.report.peak_memory import find_peak_memory
 from cbexp.report.rows import Row, run_rows
 from cbexp.report.run import Run
 from cbexp.report.table import describe_baselines, name_by_number, require_runs
@@ -58,6 +59,7 @@ def _results(runs: Sequence[Run], rows: Sequence[Row], baseline: str | None) -> 
         "lone": throughput.get(LONE),
         "charts": others,
         "figures": {chart.chart_id: chart.figure for chart in [*throughput.values(), *others]},
+        "find_peak_memory": find_peak_memory,
         "baselines": describe_baselines(rows, baseline),
         "rule": bootstrap.RULE,
         "phases": MEANINGS,

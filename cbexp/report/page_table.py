@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cbexp.report.bootstrap import CONFIDENCE
+from cbexp.report.peak_memory import find_peak_memory
 from cbexp.report.rows import Row
 
 TIMES = "\N{MULTIPLICATION SIGN}"
@@ -68,13 +69,8 @@ def _ttft(row: Row) -> Cell:
 
 
 def _memory(row: Row) -> Cell:
-    if row["peak_allocated_gib"] is not None:
-        return Cell(row["peak_allocated_gib"], f"{row['peak_allocated_gib']:,.2f} GiB")
-    if row["peak_reserved_gib"] is not None:
-        return Cell(row["peak_reserved_gib"], f"{row['peak_reserved_gib']:,.2f} GiB", "reserved")
-    if row["peak_host_gib"] is not None:
-        return Cell(row["peak_host_gib"], f"{row['peak_host_gib']:,.2f} GiB", "of the process")
-    return Cell(None)
+    peak = find_peak_memory(row)
+    return Cell(None) if peak is None else Cell(peak.gib, f"{peak.gib:,.2f} GiB", peak.kind)
 
 
 def _milliseconds(seconds: float) -> str:
@@ -101,7 +97,11 @@ COLUMNS = (
     ),
     Column("decode step", "Median of all decode steps, and their 99th percentile", _step),
     Column("TTFT", "From submission to the first token, median", _ttft),
-    Column("memory", "Peak of allocated device memory; of the process on a CPU", _memory),
+    Column(
+        "memory",
+        "Peak of allocated device memory; reserved: what a peer took of the device; host: of the process, on a CPU",
+        _memory,
+    ),
     Column(
         "roofline",
         "Bytes that a decode step must read / measured bandwidth / its time",

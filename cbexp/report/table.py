@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from cbexp.report.baseline import OTHER_WORK
 from cbexp.report.errors import ReportError
+from cbexp.report.peak_memory import find_peak_memory
 from cbexp.report.rows import Row, run_rows
 from cbexp.report.run import Run
 from cbexp.report.text_table import format_columns
@@ -140,11 +141,8 @@ def _shown_ratio(row: Row, has_ratios: bool) -> str:
 
 
 def _shown_memory(row: Row) -> str:
-    if row["peak_allocated_gib"] is not None:
-        return _shown(row["peak_allocated_gib"], ".2f", after=" GiB")
-    if row["peak_reserved_gib"] is not None:
-        return _shown(row["peak_reserved_gib"], ".2f", after=" GiB reserved")
-    return _shown(row["peak_host_gib"], ".2f", after=" GiB host")
+    peak = find_peak_memory(row)
+    return "-" if peak is None else f"{peak.gib:.2f} GiB {peak.kind}".rstrip()
 
 
 def _markdown_line(cells: Sequence[str]) -> str:
