@@ -35,7 +35,7 @@ def describe_not_installed(python: str) -> ConfigError:
     return ConfigError(
         f"driver=vllm: {python} cannot import vllm. It pins versions of torch and transformers of its own, so give it "
         "an environment of its own: python -m venv ~/vllm && ~/vllm/bin/pip install vllm, then "
-        "driver.python=~/vllm/bin/python. Or name a folder that holds it: driver.pythonpath=FOLDER."
+        "driver.python=$HOME/vllm/bin/python. Or name a folder that holds it: driver.pythonpath=FOLDER."
     )
 
 
