@@ -170,7 +170,7 @@ def resolve_plan(config: ExperimentConfig) -> RunPlan:
         warnings=[
             *find_idle_settings(config, compile_mode, device),
             *find_idle_buckets(decode, max_requests),
-            *find_slowness(device, weights),
+            *find_slowness(device, weights, config.model.num_threads),
         ],
     )
 

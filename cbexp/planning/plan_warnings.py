@@ -13,6 +13,8 @@ from cbexp.planning.compile_choice import DecodePlan
 from cbexp.planning.idle_settings import idle_settings
 
 LARGE_FOR_A_CPU_BYTES = 2**30
+# Operations of such a model take microseconds: a second thread costs more than it brings.
+SMALL_FOR_THREADS_BYTES = 2**25
 
 
 def find_idle_settings(config: ExperimentConfig, compile_mode: str, device: torch.device) -> list[str]:
@@ -36,9 +38,16 @@ def find_idle_buckets(decode: DecodePlan | None, max_requests: int) -> list[str]
     return [f"compile.buckets: {', '.join(map(str, idle))} have no effect with {shape}."]
 
 
-def find_slowness(device: torch.device, weights: WeightSize) -> list[str]:
-    """A model on a CPU that is not small."""
-    if device.type != "cpu" or weights.num_bytes < LARGE_FOR_A_CPU_BYTES:
+def find_slowness(device: torch.device, weights: WeightSize, num_threads: int | None) -> list[str]:
+    """A model on a CPU that is not small, or so small that threads get in each other's way."""
+    if device.type != "cpu":
+        return []
+    if weights.num_bytes < SMALL_FOR_THREADS_BYTES and num_threads is None and torch.get_num_threads() > 1:
+        return [
+            f"{weights.num_parameters:,} parameters are too few for {torch.get_num_threads()} threads, which mostly "
+            "wait for each other: model.num_threads=1 is faster."
+        ]
+    if weights.num_bytes < LARGE_FOR_A_CPU_BYTES:
         return []
     return [
         f"{weights.num_parameters:,} parameters on a CPU: a round takes minutes to hours. Try num_rounds=1 "
