@@ -38,7 +38,7 @@ def read_json_object(path: Path) -> dict[str, Any] | None:
     """Return the JSON object in a file; None where there is none that can be read (missing, torn, or another's)."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return values if isinstance(values, dict) else None
 
