@@ -259,6 +259,21 @@ def test_variables_of_wandb_that_go_unheard_are_told(run_dir, monkeypatch):
     assert run.run_group == "group"
 
 
+def test_project_of_an_agent_is_heard_and_told_by_nobody(run_dir, monkeypatch):
+    for name, value in (
+        ("SWEEP_ID", "sweep7"),
+        ("RUN_ID", "run7"),
+        ("PROJECT", "theirs"),
+        ("ENTITY", "team"),
+    ):
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    wandb.teardown()
+    tracker = start(run_dir)
+    tracker.finish(0)
+    assert tracker.warnings == []
+    assert read_back(run_dir).run.project == "theirs"
+
+
 def test_tags_of_the_configuration_go_before_the_variables(run_dir, monkeypatch):
     monkeypatch.setenv("WANDB_TAGS", "theirs")
     wandb.teardown()
