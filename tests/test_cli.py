@@ -349,7 +349,16 @@ def test_keyboard_interrupt_stops_a_sweep(run, experiment):
         (["-m", "tracking.group=a,b"], ["are the same cell"]),
         (["-m", "cell_timeout_s=1,2"], ["are the same cell"]),
         (["-m", "seed=1,2", "hydra.sweep.subdir=x"], ["would share a folder"]),
-        (["-m", "seed=1,2", "hydra.sweep.subdir=../${hydra.job.num}"], ["must be a folder inside"]),
+        (
+            ["-m", "seed=1,2", "hydra.sweep.subdir=../${hydra.job.num}"],
+            ["must be a folder of its own inside"],
+        ),
+        (["-m", "seed=1", "hydra.sweep.subdir=."], ["must be a folder of its own inside"]),
+        (["-m", "seed=1", "hydra.sweep.subdir=sweep.json/${seed}"], ["must be a folder of its own inside"]),
+        (
+            ["-m", "dataset.system_prompt=x/y,x", "hydra.sweep.subdir=${dataset.system_prompt}"],
+            ["hydra.sweep.subdir=x/y", "share a folder, x."],
+        ),
         (["-m", "seed=1,2", "tracking.tags=['\udcff']"], ["no valid UTF-8"]),
     ],
 )

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from cbexp.config import ExperimentConfig
 from cbexp.errors import ConfigError
 from cbexp.sweep.cells import hash_config
+from cbexp.sweep.folder import LOCK
+from cbexp.sweep.manifest import MANIFEST
 
 
 @dataclass(frozen=True)
@@ -52,18 +55,28 @@ def refuse_collisions(jobs: Sequence[CheckedJob]) -> None:
             f"stats_path={path}: the jobs of this sweep would overwrite each other's file. "
             "Use a path of each job's own, as in 'stats_path=stats_${hydra:job.num}.json'."
         )
-    subdir = _find_duplicate([str(job.subdir) for job in jobs])
-    if subdir is not None:
-        raise ConfigError(
-            f"hydra.sweep.subdir={subdir}: jobs of this sweep would share a folder. Put ${{hydra.job.num}} into it."
-        )
-    for job in jobs:
-        if Path(str(job.subdir)).is_absolute() or ".." in Path(str(job.subdir)).parts:
-            raise ConfigError(f"hydra.sweep.subdir={job.subdir} must be a folder inside hydra.sweep.dir.")
+    refuse_shared_folders([str(job.subdir) for job in jobs])
     for key in ("isolation", "resume", "resume_force", "dry_run"):
         if len({getattr(job.config, key) for job in jobs}) > 1:
             raise ConfigError(
                 f"{key} is a setting of the whole sweep: it must be the same in all of its jobs."
+            )
+
+
+def refuse_shared_folders(subdirs: Sequence[str]) -> None:
+    """Refuse folders of a sweep's jobs that are not inside its own, or that lie in one another."""
+    for subdir in subdirs:
+        path = Path(subdir)
+        if path.is_absolute() or not path.parts or {"..", MANIFEST, LOCK} & {*path.parts}:
+            raise ConfigError(
+                f"hydra.sweep.subdir={subdir} must be a folder of its own inside hydra.sweep.dir."
+            )
+    # Sorted by their parts, what lies in a folder follows it.
+    for outer, inner in pairwise(sorted(Path(subdir).parts for subdir in subdirs)):
+        if inner[: len(outer)] == outer:
+            raise ConfigError(
+                f"hydra.sweep.subdir={Path(*inner)}: jobs of this sweep would share a folder, {Path(*outer)}. "
+                "Put ${hydra.job.num} into it."
             )
 
 

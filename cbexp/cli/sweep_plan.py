@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cbexp.cli.checked_jobs import CheckedCommand, CheckedJob
+from cbexp.cli.checked_jobs import CheckedCommand, CheckedJob, refuse_shared_folders
 from cbexp.cli.preflight import check_command
 from cbexp.config import SweepInfo
 from cbexp.sweep.cells import Cell
@@ -77,12 +77,18 @@ def resume_sweep(command: CheckedCommand, args: Namespace, conf_dir: Path, sweep
 def _place_cells(
     command: CheckedCommand, args: Namespace, conf_dir: Path, sweep_folder: Path, manifest: Manifest
 ) -> tuple[list[PlannedCell], list[Path]]:
-    """The command's cells where the sweep has them, new ones after its last, and the folders of its other cells."""
+    """The command's cells where the sweep has them, new ones after its last, and the folders of its other cells.
+
+    Raises:
+        ConfigError: a new cell would lie in the folder of another.
+    """
     known = {cell.index: cell for cell in manifest.cells}
     jobs, indices = command.jobs, [job.index for job in command.jobs]
     placed = find_indices(manifest, [job.cell_hash for job in jobs])
     if placed != indices:  # a job's number may be in its settings
         jobs = check_command(args, conf_dir, placed).jobs
+    new = [str(job.subdir) for job in jobs if job.index not in known]
+    refuse_shared_folders([*(cell.folder for cell in manifest.cells), *new])
     others = [sweep_folder / cell.folder for cell in manifest.cells if cell.index not in placed]
     cells = _plan_cells(jobs, sweep_folder, manifest.name, len(placed) + len(others))
     return [

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from cbexp.cli import sweep_command
 from cbexp.cli.composer import name_job_folder
 from cbexp.cli.exit_codes import choose_sweep_exit_code
 from cbexp.cli.launching import quote
@@ -481,3 +482,13 @@ def test_handlers_of_signals_come_back_and_ignored_ones_stay_ignored():
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_stop_while_the_report_is_made_is_told_and_is_no_crash(monkeypatch, capsys, tmp_path):
+    def conclude(*_):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(sweep_command, "_conclude", conclude)
+    ran = sweep_command._Ran({}, is_stopped=False)
+    assert sweep_command._conclude_unless_stopped(None, None, tmp_path, ran) == 130
+    assert capsys.readouterr().out.startswith("stopped by SIGTERM after the last cell")

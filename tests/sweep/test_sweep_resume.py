@@ -190,6 +190,15 @@ def test_cells_that_a_command_does_not_have_are_counted_as_they_stand(sweeps):
     assert "3 of 3 cells are done" in sweeps.run("-m", "seed=1,3", QUIET, "resume=latest").out
 
 
+def test_new_cell_does_not_take_the_folder_of_another(sweeps):
+    sweeps.run("-m", "seed=1,2", QUIET, "hydra.sweep.subdir=at_${hydra.job.num}")
+    before = read_files(sweeps.sweep_folder)
+    done = sweeps.run("-m", "seed=2,0", QUIET, "hydra.sweep.subdir=at_${seed}", "resume=latest")
+    assert done.code == 2
+    assert "would share a folder, at_0" in done.err
+    assert read_files(sweeps.sweep_folder) == before
+
+
 def test_sweep_that_goes_on_is_left_alone(sweeps):
     sweeps.ends = {1: "hang"}
     process = sweeps.start("-m", "seed=1,2", QUIET)
