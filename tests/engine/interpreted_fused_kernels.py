@@ -256,13 +256,12 @@ POSITIONS = [0, 3, 4, -1, 15, 16, 17, 40]
 
 
 # A chunk for all that a row can store, chunks of which the last may be full or hold nothing but the new token.
-CHUNKS = [1024, 16, 32]
+CHUNKS = [1024, 16]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("norms", [False, True], ids=["llama", "qwen3"])
-@pytest.mark.parametrize("page_size", [4, 16, 32])
-@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize(("page_size", "chunk"), [(4, 1024), (16, 1024), (32, 1024), (4, 32), (16, 16)])
 def test_attention(chunk, page_size, norms, dtype):
     case = build_rotated_case(POSITIONS, page_size=page_size, norms=norms, dtype=dtype)
     output = check_attention(case, chunk)

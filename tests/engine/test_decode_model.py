@@ -6,6 +6,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cbexp.engine.decode_model import DecodeModel, resolve_fusion
+from cbexp.engine.page_layout import LayerPages
 from cbexp.engine.types import EngineError
 
 
@@ -24,9 +25,13 @@ def model():
     return LlamaForCausalLM(config).eval().requires_grad_(False)
 
 
+# Nothing runs here: one row of one block, for every layer.
+PAGES = (LayerPages(torch.zeros(2, 4, 1, 8), torch.zeros(1, 1, dtype=torch.int32), torch.tensor(0), 0),) * 3
+
+
 @pytest.fixture(params=["none", "projections", "layers"])
 def decode_model(request, model):
-    decode_model = DecodeModel(model, (), request.param, max_positions=64)
+    decode_model = DecodeModel(model, PAGES, request.param, max_positions=64)
     assert decode_model.begin()
     decode_model.end()
     yield decode_model
