@@ -1,0 +1,161 @@
+"""The settings of one job, whole, with the checks between groups."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, get_type_hints
+
+from cbexp.checks import check_at_least, check_choice, check_is_set
+from cbexp.config.engine import CacheConfig, CompileConfig, DriverConfig
+from cbexp.config.model import AdapterConfig, ModelConfig
+from cbexp.config.records import ArtifactsConfig, TrackingConfig
+from cbexp.config.work import DatasetConfig, SamplingConfig
+from cbexp.errors import ConfigError
+
+MAX_SEED = 2**63 - 1  # PyTorch's
+ISOLATIONS = ("process", "none")
+# How the cells of a sweep are run, which changes nothing of what one of them does.
+SWEEP_SETTINGS = ("isolation", "cell_timeout_s", "resume", "resume_force")
+
+
+@dataclass
+class ExperimentConfig:
+    """One job, whole. `stats_path`: a further place for the summary, relative to the launch folder.
+
+    Of a sweep (`SWEEP_SETTINGS`): `isolation` says whether each cell runs in a process of its own, which
+    `cell_timeout_s` ends; `resume` names the sweep of which to run what is missing (a folder, or `latest`), and
+    `resume_force` does so over another commit or other versions.
+    """
+
+    model: ModelConfig = field(default_factory=lambda: ModelConfig(name="tiny", name_or_path="builtin:tiny"))
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
+    driver: DriverConfig = field(default_factory=DriverConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    artifacts: ArtifactsConfig = field(default_factory=ArtifactsConfig)
+    name: str = "default"
+    seed: int = 0
+    num_warmup_rounds: int = 1
+    num_rounds: int = 5
+    stats_path: str | None = None
+    dry_run: bool = False
+    isolation: str = "process"
+    cell_timeout_s: float | None = None
+    resume: str | None = None
+    resume_force: bool = False
+
+    def __post_init__(self) -> None:
+        check_at_least("seed", self.seed, 0)
+        if self.seed > MAX_SEED:
+            raise ConfigError(f"seed={self.seed} is too large: it must be at most {MAX_SEED}.")
+        check_at_least("num_warmup_rounds", self.num_warmup_rounds, 0)
+        check_at_least("num_rounds", self.num_rounds, 1)
+        if not re.fullmatch(r"\w[\w.-]*", self.name):
+            raise ConfigError(
+                f"name={self.name!r} names a folder of outputs: use letters, digits, '_', '-' and '.', and start with "
+                "a letter or digit."
+            )
+        self._check_sweep_settings()
+        if self.driver.name == "vllm" and self.adapter.kind != "none":
+            raise ConfigError(
+                f"adapter={self.adapter.kind} does not work with driver=vllm, which runs the model without one: use "
+                "adapter=none, or another driver."
+            )
+        if self.has_paged_cache:
+            self._check_cache()
+        if self.driver.name == "sync" and self.compile.buckets and self.compile.batch_shape != "natural":
+            self._check_largest_bucket(self.compile.buckets[-1])
+
+    @property
+    def max_new_tokens(self) -> int:
+        """The limit of a request, or the longest that is drawn: the sampling group's, else the model's default.
+
+        The limits of a file are not known here, but to the plan.
+        """
+        return self.sampling.max_new_tokens or self.model.default_max_new_tokens
+
+    @property
+    def has_paged_cache(self) -> bool:
+        """Whether the driver has a paged cache, transformers' or vLLM's; `generate` has none."""
+        return self.driver.name != "generate"
+
+    def _check_sweep_settings(self) -> None:
+        check_choice("isolation", self.isolation, ISOLATIONS)
+        if self.cell_timeout_s is not None:
+            if not self.cell_timeout_s > 0:
+                raise ConfigError(
+                    f"cell_timeout_s={self.cell_timeout_s} must be a number of seconds above 0."
+                )
+            if self.isolation == "none":
+                raise ConfigError(
+                    f"cell_timeout_s={self.cell_timeout_s} has no effect with isolation=none, which runs cells in the "
+                    "sweep's own process: remove one of them."
+                )
+        if self.resume is not None:
+            check_is_set("resume", self.resume, "give a sweep's folder, or resume=latest")
+            if self.dry_run:
+                raise ConfigError(
+                    f"resume={self.resume} has no effect with dry_run=true: remove one of them."
+                )
+        elif self.resume_force:
+            raise ConfigError("resume_force=true has no effect without resume: give resume=FOLDER or latest.")
+
+    def _check_cache(self) -> None:
+        max_requests, num_generations = self.cache.max_requests_per_batch, self.dataset.num_generations
+        if max_requests is not None and max_requests < num_generations:
+            raise ConfigError(
+                f"cache.max_requests_per_batch={max_requests} is too small: it must hold the "
+                f"dataset.num_generations={num_generations} requests of a prompt."
+            )
+        if self.sampling.has_limits_per_prompt:  # the plan, which knows them, checks them
+            return
+        num_needed = (self.dataset.max_length or 1) + self.max_new_tokens
+        if self.cache.num_tokens is not None and self.cache.num_tokens < num_needed:
+            raise ConfigError(
+                f"cache.num_tokens={self.cache.num_tokens} is too small: one request needs {num_needed} (its prompt "
+                f"and max_new_tokens={self.max_new_tokens})."
+            )
+
+    def _check_largest_bucket(self, largest: int) -> None:
+        batch = max(self.cache.max_requests_per_batch or 1, self.dataset.num_generations)
+        if largest < batch:
+            raise ConfigError(
+                f"compile.buckets ends at {largest}, and a batch may have {batch} requests "
+                "(cache.max_requests_per_batch or dataset.num_generations): add a bucket that holds them."
+            )
+
+
+@dataclass(frozen=True)
+class SweepInfo:
+    """Where a job stands in its sweep, counted from 0; `group` names the sweep."""
+
+    group: str
+    num_jobs: int
+    job_index: int
+
+
+def to_plain_dict(config: ExperimentConfig) -> dict[str, Any]:
+    """Return every setting as nested plain dicts and lists, ready for JSON."""
+    return dataclasses.asdict(config)
+
+
+def from_plain_dict(values: Mapping[str, Any]) -> ExperimentConfig:
+    """Return the configuration that `to_plain_dict` made `values` of; the schema's own checks run.
+
+    Raises:
+        ConfigError: a combination is impossible.
+        TypeError: a key is not of this version's schema.
+    """
+    types = get_type_hints(ExperimentConfig)
+    return ExperimentConfig(
+        **{
+            key: types[key](**value) if dataclasses.is_dataclass(types.get(key)) else value
+            for key, value in values.items()
+        }
+    )
