@@ -35,11 +35,39 @@ def label_runs(runs: Sequence[Run]) -> dict[Path, str]:
     }
 
 
+def label_within(runs: Sequence[Run]) -> dict[Path, str]:
+    """A label for each run's folder by what differs within its work, where that has several completed runs.
+
+    Different within a work only; a run without a work, or alone in it, is called as `label_runs` has it.
+    """
+    labels, works = label_runs(runs), _group_by_work(runs)
+    for some in works.values():
+        if len(some) > 1:
+            labels |= label_runs(some)
+    return labels
+
+
+def words_of_works(runs: Sequence[Run]) -> dict[str, str]:
+    """`workload_hash` -> the words that all of its completed runs have, and not all `runs`."""
+    everywhere = _common_words(runs)
+    return {
+        work: " ".join(word for word in _common_words(some) if word not in everywhere)
+        for work, some in _group_by_work(runs).items()
+        if len(some) > 1
+    }
+
+
 def short_labels(labels: Sequence[str]) -> dict[str, str]:
     """Label -> the same for narrow places: settings without the groups that they are in, where that stays clear."""
     keys = {word.partition("=")[0] for label in labels for word in label.split(" ") if "=" in word}
     ends = Counter(key.rpartition(".")[2] for key in keys)
     return {label: " ".join(_short_word(word, ends) for word in label.split(" ")) for label in labels}
+
+
+def shorten(labels: Mapping[str, str]) -> dict[str, str]:
+    """The values shortened together as `short_labels` has it, by the same keys."""
+    short = short_labels(list(labels.values()))
+    return {key: short[label] for key, label in labels.items()}
 
 
 def key_of(override: str) -> str:
@@ -60,13 +88,27 @@ def _short_word(word: str, ends: Mapping[str, int]) -> str:
 
 def _differing_words(runs: Sequence[Run]) -> list[str]:
     """For each run the words that not all of them have."""
-    words = [telling_overrides(run) for run in runs]
-    common = set(words[0]).intersection(*words) if words else set()
+    words, common = [telling_overrides(run) for run in runs], set(_common_words(runs))
     are_alike = all(own == words[0] for own in words)
     return [
         " ".join(word for word in own if word not in common) or (run.name if are_alike else "defaults")
         for run, own in zip(runs, words, strict=True)
     ]
+
+
+def _common_words(runs: Sequence[Run]) -> list[str]:
+    """The words that all of them have, in the order of the first one's command line."""
+    words = [telling_overrides(run) for run in runs]
+    common = set(words[0]).intersection(*words) if words else set()
+    return [word for word in words[0] if word in common] if words else []
+
+
+def _group_by_work(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    works: dict[str, list[Run]] = {}
+    for run in runs:
+        if run.is_completed and run.workload_hash is not None:
+            works.setdefault(run.workload_hash, []).append(run)
+    return works
 
 
 def _distinct_folders(runs: Sequence[Run]) -> dict[Path, str]:

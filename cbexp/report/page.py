@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -15,17 +16,18 @@ from cbexp.report.environments import find_differences, shared_facts
 from cbexp.report.errors import ReportError
 from cbexp.report.failures import describe_reason, without_figures
 from cbexp.report.json_files import Reader
-from cbexp.report.labels import label_runs, short_labels
+from cbexp.report.labels import shorten
 from cbexp.report.page_charts import LONE, charts_of_all, shown_contests, throughput_charts
 from cbexp.report.page_table import columns_for
 from cbexp.report.peak_memory import find_peak_memory
 from cbexp.report.rows import Row, run_rows
 from cbexp.report.run import Run
 from cbexp.report.table import describe_baselines, name_by_number, require_runs
-from cbexp.report.time_use import MEANINGS
-from cbexp.report.works import find_works
+from cbexp.report.work_order import describe_reference
+from cbexp.report.works import find_works, letters_of
 
 MAX_LOG_LINES = 25
+MAX_NAMES = 3  # a title of more says nothing
 
 
 def build_page(runs: Sequence[Run], baseline: str | None = None) -> str:
@@ -49,12 +51,12 @@ def _results(runs: Sequence[Run], rows: Sequence[Row], baseline: str | None) -> 
         "made_at": datetime.now(UTC),
         "rows": rows,
         "columns": columns_for(rows),
-        "short": short_labels([row["label"] for row in rows]),
+        "short": shorten({row["folder"]: row["label_in_work"] for row in rows}),
         "run_of": {str(run.folder): run for run in runs},
         "works": works,
         "contests": shown_contests(works),
         "num_contests": sum(work.is_contest for work in works),
-        "letter_of": {row["folder"]: work.letter for work in works for row in work.rows},
+        "letter_of": letters_of(works),
         "throughput": throughput,
         "lone": throughput.get(LONE),
         "charts": others,
@@ -62,21 +64,22 @@ def _results(runs: Sequence[Run], rows: Sequence[Row], baseline: str | None) -> 
         "find_peak_memory": find_peak_memory,
         "baselines": describe_baselines(rows, baseline),
         "rule": bootstrap.RULE,
-        "phases": MEANINGS,
+        "reference": describe_reference([Path(row["folder"]) for row in rows]),
     }
 
 
 def _title(runs: Sequence[Run]) -> str:
-    """The names of the experiments; those of folders only where no run got far enough to have another."""
+    """The names of the experiments, or how many there are; those of folders only where no run has another."""
     names = [run.name for run in runs if run.is_completed] or [run.name for run in runs]
-    return " + ".join(dict.fromkeys(names))
+    different = dict.fromkeys(names)
+    return " + ".join(different) if len(different) <= MAX_NAMES else f"{len(different)} experiments"
 
 
 def _circumstances(runs: Sequence[Run], rows: Sequence[Row]) -> dict[str, Any]:
-    name, labels = name_by_number(rows), label_runs(runs)
+    name = name_by_number(rows)
     differences = find_differences(runs)
     return {
-        "without_figures": [_ending(run, labels[run.folder], name([run])) for run in without_figures(runs)],
+        "without_figures": [_ending(run, name([run])) for run in without_figures(runs)],
         "num_failures": sum(run.is_failure for run in runs),
         "doubts": [(doubt, name(concerned)) for doubt, concerned in find_doubts(runs).items()],
         "differences": [
@@ -87,10 +90,10 @@ def _circumstances(runs: Sequence[Run], rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def _ending(run: Run, label: str, number: str) -> Mapping[str, Any]:
+def _ending(run: Run, number: str) -> Mapping[str, Any]:
     reader = Reader(run.folder)
     log = reader.read_tail("log.txt", MAX_LOG_LINES) or reader.read_tail("traceback.txt", MAX_LOG_LINES)
-    return {"run": run, "label": label, "number": number, "reason": describe_reason(run), "log": log}
+    return {"run": run, "number": number, "reason": describe_reason(run), "log": log}
 
 
 def _environment() -> jinja2.Environment:

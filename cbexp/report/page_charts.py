@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
 from cbexp.report.charts import Chart, Shown
 from cbexp.report.decode_points import find_decode_point
-from cbexp.report.labels import short_labels
+from cbexp.report.labels import shorten
 from cbexp.report.roofline_chart import build_roofline_chart
 from cbexp.report.rows import Row
 from cbexp.report.run import Run
@@ -16,7 +16,7 @@ from cbexp.report.step_times import find_step_times
 from cbexp.report.throughput_chart import build_throughput_chart
 from cbexp.report.time_charts import build_step_time_chart, build_time_use_chart
 from cbexp.report.time_use import seconds_by_phase
-from cbexp.report.works import Work
+from cbexp.report.works import Work, letters_of
 
 T = TypeVar("T")
 LONE = "lone"
@@ -34,7 +34,7 @@ def throughput_charts(works: Sequence[Work], rows: Sequence[Row]) -> dict[str, C
 
     Where there is one work alone, its chart names the runs without figures as well.
     """
-    short = short_labels([row["label"] for row in rows])
+    short = shorten({row["folder"]: row["label_in_work"] for row in rows})
 
     def draw(name: str, some: Sequence[Row], has_winner: bool) -> Chart:
         return _draw(lambda few: build_throughput_chart(f"throughput_{name}", few, short, has_winner), some)
@@ -51,12 +51,12 @@ def throughput_charts(works: Sequence[Work], rows: Sequence[Row]) -> dict[str, C
 
 def charts_of_all(runs: Sequence[Run], rows: Sequence[Row], works: Sequence[Work]) -> list[Chart]:
     """The roofline, the distribution of step times, and where the time goes; those that the records can fill."""
-    charts = []
-    if points := _known(find_decode_point, runs, rows):
+    charts, labels = [], _labels_of_all(rows, works)
+    if points := _known(find_decode_point, runs, labels):
         charts.append(_draw(lambda few: build_roofline_chart(few, has_winner=len(works) == 1), points))
-    if times := _known(find_step_times, runs, rows):
+    if times := _known(find_step_times, runs, labels):
         charts.append(_draw(build_step_time_chart, times))
-    if seconds := _known(seconds_by_phase, runs, rows):
+    if seconds := _known(seconds_by_phase, runs, labels):
         charts.append(_draw(build_time_use_chart, seconds))
     return charts
 
@@ -70,10 +70,21 @@ def _draw(build: Callable[[Sequence[T]], Chart], of_runs: Sequence[T]) -> Chart:
     return replace(chart, caption=f"{chart.caption} {told}")
 
 
-def _known(find: Callable[[Run], T | None], runs: Sequence[Run], rows: Sequence[Row]) -> list[Shown[T]]:
-    """What is found of the runs, where something is, in the order of the rows."""
-    run_of, short = {str(run.folder): run for run in runs}, short_labels([row["label"] for row in rows])
+def _labels_of_all(rows: Sequence[Row], works: Sequence[Work]) -> dict[str, str]:
+    """The folder of each row -> its label, and before it the letter of its work where there are several."""
+    letters = letters_of(works) if len(works) > 1 else {}
+    short = shorten({row["folder"]: row["label_in_work"] for row in rows})
+    return {
+        folder: f"{letters[folder]}: {label}" if folder in letters else label
+        for folder, label in short.items()
+    }
+
+
+def _known(find: Callable[[Run], T | None], runs: Sequence[Run], labels: Mapping[str, str]) -> list[Shown[T]]:
+    """What is found of the runs, where something is, in the order of the labels, which is that of the table."""
+    run_of = {str(run.folder): run for run in runs}
     found = [
-        (number, short[row["label"]], find(run_of[row["folder"]])) for number, row in enumerate(rows, start=1)
+        (number, label, find(run_of[folder]))
+        for number, (folder, label) in enumerate(labels.items(), start=1)
     ]
     return [Shown(number, label, value) for number, label, value in found if value]

@@ -32,11 +32,9 @@ class Column:
 
 
 def columns_for(rows: Sequence[Row]) -> list[Column]:
-    """The columns that have a value in any of the rows; throughput is always there."""
+    """The columns that have something to show in any of the rows; throughput is always there."""
     return [
-        column
-        for column in COLUMNS
-        if column.is_main or any(column.cell(row).value is not None for row in rows)
+        column for column in COLUMNS if column.is_main or any(column.cell(row) != Cell(None) for row in rows)
     ]
 
 
@@ -50,7 +48,7 @@ def _figure(name: str, form: str) -> Callable[[Row], Cell]:
 
 def _ratio(row: Row) -> Cell:
     if row["ratio"] is None:
-        return Cell(None)
+        return Cell(None, row["no_ratio"] or "")
     has_interval = row["ratio_low"] is not None and not row["is_baseline"]
     remark = f"{row['ratio_low']:.2f} to {row['ratio_high']:.2f}" if has_interval else ""
     return Cell(row["ratio"], f"{row['ratio']:.2f}{TIMES}", remark)

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from cbexp.report.agreement import same_completions_share
-from cbexp.report.baseline import choose_baselines, ratio_of
-from cbexp.report.labels import label_runs
+from cbexp.report.baseline import OTHER_WORK, choose_baselines, ratio_of
+from cbexp.report.labels import label_runs, label_within
 from cbexp.report.run import Run
+from cbexp.report.work_order import order_works
 
 FIGURES: Mapping[str, tuple[str, ...]] = {
     "output_tokens_per_s": ("output_tokens_per_s", "median"),
@@ -38,20 +39,37 @@ FACTS = ("model", "dataset", "backend", "device", "dtype", "compile_mode", "attn
 
 
 def run_rows(runs: Sequence[Run], baseline: str | None = None) -> list[Row]:
-    """A row for each run, the fastest first, then those without a throughput in their given order.
+    """A row for each run: work by work as `order_works` has them, the fastest of each first, then those without a work.
 
-    Keys of every row: label, status, message, the names of `FIGURES` (numbers or None; seconds, GiB, shares in [0, 1]),
-    ratio with ratio_low and ratio_high (its interval), is_baseline, same_completions_share (with the baseline),
-    baseline (the label of the run that the ratio is to), are_rounds_identical, workload_hash, the names of `FACTS`,
-    overrides (one string), command, folder.
+    Runs without a throughput come last, in their given order. Keys of every row: label, label_in_work (as
+    `label_within` has it), status, message, the names of `FIGURES` (numbers or None; seconds, GiB, shares in [0, 1]),
+    ratio with ratio_low and ratio_high (its interval), no_ratio (why there is none), is_baseline,
+    same_completions_share (with the baseline), baseline (the label of the run that the ratio is to),
+    are_rounds_identical, workload_hash, the names of `FACTS`, overrides (one string), command, folder.
 
     Raises:
         ReportError: `baseline` names no run, or several.
     """
-    labels = label_runs(runs)
-    baselines = choose_baselines(runs, baseline)
-    rows = [_row(run, labels, baselines) for run in runs]
-    return sorted(rows, key=lambda row: -(row["output_tokens_per_s"] or 0.0))
+    labels, labels_in_work = label_runs(runs), label_within(runs)
+    baselines, order = choose_baselines(runs, baseline), order_works(runs)
+    rows = [_row(run, labels, baselines) | {"label_in_work": labels_in_work[run.folder]} for run in runs]
+    _say_why_no_ratio(rows)
+    places = {work: place for place, work in enumerate(order)}
+
+    def place(row: Row) -> tuple[int, float]:
+        rate = row["output_tokens_per_s"] or 0.0
+        return (places.get(row["workload_hash"], len(order)) if rate else len(order) + 1, -rate)
+
+    return sorted(rows, key=place)
+
+
+def _say_why_no_ratio(rows: Sequence[Row]) -> None:
+    """Where several works ran, a completed run without a ratio had no baseline of its own work."""
+    completed = [row for row in rows if row["output_tokens_per_s"] is not None]
+    has_several = len({row["workload_hash"] for row in completed}) > 1
+    for row in rows:
+        is_without = row["ratio"] is None and row["output_tokens_per_s"] is not None
+        row["no_ratio"] = OTHER_WORK if has_several and is_without else None
 
 
 def _row(run: Run, labels: Mapping[Path, str], baselines: Mapping[str, Run]) -> dict[str, Any]:
@@ -76,9 +94,10 @@ def _plain(fact: Any) -> bool | str | None:
 
 
 def _figures(run: Run) -> Iterator[tuple[str, float | None]]:
-    """Of a run that did not complete none counts, whatever an old summary says."""
+    """Of a run that did not complete none counts, whatever an old summary says; one round has no range."""
     for name, path in FIGURES.items():
-        yield name, run.figure(*path) if run.is_completed else None
+        is_known = run.is_completed and not (name == "relative_half_range" and run.figure("num_rounds") == 1)
+        yield name, run.figure(*path) if is_known else None
 
 
 def _ratio(run: Run, labels: Mapping[Path, str], baselines: Mapping[str, Run]) -> dict[str, Any]:

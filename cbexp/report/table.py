@@ -6,39 +6,50 @@ import csv
 import io
 import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
-from cbexp.report.baseline import OTHER_WORK
 from cbexp.report.errors import ReportError
 from cbexp.report.peak_memory import find_peak_memory
 from cbexp.report.rows import Row, run_rows
 from cbexp.report.run import Run
-from cbexp.report.text_table import format_columns
+from cbexp.report.text_table import format_columns, printable
+from cbexp.report.work_order import describe_reference
+from cbexp.report.works import Work, find_works, letters_of
 
-HEADERS = ("#", "cell", "status", "output tok/s", "spread", "ratio", "memory", "roofline", "accuracy")
+HEADERS = ("#", "work", "cell", "status", "output tok/s", "spread", "ratio", "memory", "roofline", "accuracy")
 
 
 def format_table(runs: Sequence[Run], baseline: str | None = None) -> str:
-    """The runs sorted by throughput, and what the ratio is to, as text without colours; a line of its own ends it.
+    """The runs work by work, sorted by throughput, and what the ratio is to, as text without colours; notes end it.
 
     Raises:
         ReportError: there is no run, or `baseline` names none or several.
     """
-    return format_rows(_some_rows(runs, baseline), baseline)
+    return format_rows(_some_rows(runs, baseline), runs, baseline)
 
 
-def format_rows(rows: Sequence[Row], baseline: str | None) -> str:
-    """The table of `run_rows` that were made with this baseline."""
-    table = format_columns(HEADERS, _cells(rows), text_columns=(1, 2))
-    notes = "".join(f"{line}\n" for line in describe_baselines(rows, baseline))
+def format_rows(rows: Sequence[Row], runs: Sequence[Run], baseline: str | None) -> str:
+    """The table of `run_rows` that were made of these runs with this baseline."""
+    works = find_works(rows, runs)
+    headers = _headers(works)
+    texts = [headers.index(name) for name in ("work", "cell", "status") if name in headers]
+    table = format_columns(headers, _cells(rows, works), text_columns=texts)
+    notes = "".join(f"{printable(line)}\n" for line in _notes(rows, works, baseline))
     return f"{table}\n{notes}" if notes else table
 
 
 def format_markdown(runs: Sequence[Run], baseline: str | None = None) -> str:
     """The same as a markdown table; text that would be markup there is escaped."""
     rows = _some_rows(runs, baseline)
-    lines = [_markdown_line(HEADERS), "|---:|---|---|" + "---:|" * (len(HEADERS) - 3)]
-    lines += [_markdown_line([_escape_markdown(cell) for cell in cells]) for cells in _cells(rows)]
-    notes = [_escape_markdown(line) for line in describe_baselines(rows, baseline)]
+    works = find_works(rows, runs)
+    headers = _headers(works)
+    num_texts = len(headers) - headers.index("output tok/s")
+    lines = [
+        _markdown_line(headers),
+        "|---:|" + "---|" * (len(headers) - 1 - num_texts) + "---:|" * num_texts,
+    ]
+    lines += [_markdown_line([_escape_markdown(cell) for cell in cells]) for cells in _cells(rows, works)]
+    notes = [_escape_markdown(line) for line in _notes(rows, works, baseline)]
     return "\n".join([*lines, "", *notes]).rstrip() + "\n"
 
 
@@ -58,19 +69,17 @@ def format_json(runs: Sequence[Run], baseline: str | None = None) -> str:
 
 
 def describe_baselines(rows: Sequence[Row], named: str | None) -> list[str]:
-    """What the ratios are to, and how many different works there are, a line each; nothing without a ratio."""
+    """What the ratios are to, and how many different works there are, a line each."""
     baselines = [index for index, row in enumerate(rows, start=1) if row["is_baseline"]]
     works = {row["workload_hash"] for row in rows if row["workload_hash"] is not None}
+    several = f"{len(works)} different works (prompts, limits, sampling)"
     if not baselines:
-        return []
+        return [f"{several}: no ratio stands between them"] if len(works) > 1 else []
     if len(works) == 1:
         row = rows[baselines[0] - 1]
-        return [f"ratio to #{baselines[0]}, {row['label']}{'' if named else ' (the slowest)'}"]
+        return [f"ratio to #{baselines[0]}, {row['label_in_work']}{'' if named else ' (the slowest)'}"]
     which = repr(named) if named else "the slowest run"
-    return [
-        f"{len(works)} different works (prompts, limits, sampling): a ratio is to {which} of the same work, "
-        f"{format_numbers(baselines)}"
-    ]
+    return [f"{several}: a ratio is to {which} of the same work, {format_numbers(baselines)}"]
 
 
 def format_numbers(numbers: Sequence[int]) -> str:
@@ -113,16 +122,32 @@ def _some_rows(runs: Sequence[Run], baseline: str | None) -> list[Row]:
     return run_rows(runs, baseline)
 
 
-def _cells(rows: Sequence[Row]) -> list[list[str]]:
-    has_ratios = any(row["ratio"] is not None for row in rows)
+def _headers(works: Sequence[Work]) -> list[str]:
+    """Which work a run did is told where there are several."""
+    return [name for name in HEADERS if name != "work" or len(works) > 1]
+
+
+def _notes(rows: Sequence[Row], works: Sequence[Work], baseline: str | None) -> list[str]:
+    """What the ratios are to, what each of several works is, and which runs are not the reader's own."""
+    notes = describe_baselines(rows, baseline)
+    for work in works if len(works) > 1 else ():
+        words = f": {work.shared_words}" if work.shared_words else ""
+        notes.append(f"work {work.letter}: {work.description}{words}")
+    reference = describe_reference([Path(row["folder"]) for row in rows])
+    return notes if reference is None else [*notes, reference]
+
+
+def _cells(rows: Sequence[Row], works: Sequence[Work]) -> list[list[str]]:
+    letters = letters_of(works)
     return [
         [
             str(index),
-            row["label"],
+            *([letters.get(row["folder"], "-")] if len(works) > 1 else []),
+            row["label_in_work"],
             row["status"],
             _shown(row["output_tokens_per_s"], ",.0f"),
             _shown(row["relative_half_range"], ".1%", "±"),
-            _shown_ratio(row, has_ratios),
+            row["no_ratio"] or _shown(row["ratio"], ".2f", after="x"),
             _shown_memory(row),
             _shown(row["roofline_fraction"], ".1%"),
             _shown(row["accuracy"], ".1%"),
@@ -133,11 +158,6 @@ def _cells(rows: Sequence[Row]) -> list[list[str]]:
 
 def _shown(value: float | None, form: str, before: str = "", after: str = "") -> str:
     return "-" if value is None else f"{before}{value:{form}}{after}"
-
-
-def _shown_ratio(row: Row, has_ratios: bool) -> str:
-    is_without = row["ratio"] is None and row["output_tokens_per_s"] is not None
-    return OTHER_WORK if is_without and has_ratios else _shown(row["ratio"], ".2f", after="x")
 
 
 def _shown_memory(row: Row) -> str:

@@ -19,5 +19,9 @@ def format_report(runs: Sequence[Run], baseline: str | None = None) -> str:
     """
     require_runs(runs)
     rows = run_rows(runs, baseline)
-    parts = [format_rows(rows, baseline), format_failures(runs), format_notes(runs, name_by_number(rows))]
+    parts = [
+        format_rows(rows, runs, baseline),
+        format_failures(runs),
+        format_notes(runs, name_by_number(rows)),
+    ]
     return "\n".join(part for part in parts if part)

@@ -15,8 +15,11 @@ TIMES = "\N{MULTIPLICATION SIGN}"
 def build_throughput_chart(
     chart_id: str, rows: Sequence[Row], short: Mapping[str, str], has_winner: bool
 ) -> Chart:
-    """One bar a row, in their order; the winner stands out, and failures are named where their bar would be."""
-    labels = [short[row["label"]] for row in rows]
+    """One bar a row, in their order, called as `short` calls its folder. The winner stands out.
+
+    Failures are named where their bar would be.
+    """
+    labels = [short[row["folder"]] for row in rows]
     longest = max((_rates(row)[2] for row in rows), default=0.0)
     layout = {
         "xaxis": value_axis(

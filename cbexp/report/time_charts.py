@@ -76,10 +76,17 @@ def build_time_use_chart(seconds: Sequence[Shown[dict[str, float]]]) -> Chart:
         "margin": {"l": 8, "r": 16, "t": 8 + LEGEND_PX, "b": 8},
     }
     caption = (
-        "Left: the whole job, loading and compiling included; right: the timed rounds, which alone count."
+        "Left: the whole job, loading and compiling included; right: the timed rounds, which alone count. "
+        f"{_describe_phases(seconds)}."
     )
     height_px = rows_height_px(len(seconds)) + LEGEND_PX
     return build_chart("time_use", "Where the time goes", caption, data, layout, height_px)
+
+
+def _describe_phases(seconds: Sequence[Shown[dict[str, float]]]) -> str:
+    """What the phases are that some run has spent time in."""
+    known = [phase for phase in PHASES if any(shown.value.get(phase) for shown in seconds)]
+    return "; ".join(f"{phase}: {MEANINGS[phase]}" for phase in known)
 
 
 def _stack(phase: str, labels: Sequence[str], values: Sequence[float], unit: str, xaxis: str) -> Figure:

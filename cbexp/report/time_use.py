@@ -26,7 +26,7 @@ MEANINGS: Mapping[str, str] = {
     "decode": "steps that add a token to each request",
     "idle": "time of the timed rounds outside of any step: the driver's own work, and waiting",
     UNKNOWN_ROUND: "timed rounds of a driver that does not tell its steps",
-    OTHER: "start, judging and writing down",
+    OTHER: "recording the environment, planning, building the driver, judging, tracking and writing down, in no figure",
 }
 
 

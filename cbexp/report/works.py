@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from string import ascii_uppercase
 
 from cbexp.report.baseline import Ratio, ratio_between
+from cbexp.report.labels import words_of_works
 from cbexp.report.rows import Row
 from cbexp.report.run import Run
 
@@ -15,18 +16,21 @@ from cbexp.report.run import Run
 class Work:
     """Completed runs of the same work, the fastest first. `lead` is the ratio of the fastest to the second.
 
+    `shared_words` are settings that all of its runs have, and not all runs of the report.
+
     `is_contest`: there is something to compare, or it is all there is; a lone run among others has won nothing.
     """
 
     letter: str
     description: str
+    shared_words: str
     rows: Sequence[Row]
     lead: Ratio | None
     is_contest: bool
 
 
 def find_works(rows: Sequence[Row], runs: Sequence[Run]) -> list[Work]:
-    """The works, those with most runs first; `rows` as `run_rows` gives them.
+    """The works in the order of `rows`, which is that of `run_rows`.
 
     Runs without a hash, or without output, are in none.
     """
@@ -35,15 +39,24 @@ def find_works(rows: Sequence[Row], runs: Sequence[Run]) -> list[Work]:
         if row["workload_hash"] is not None and (row["output_tokens_per_s"] or 0.0) > 0:
             by_hash.setdefault(row["workload_hash"], []).append(row)
     by_folder = {str(run.folder): run for run in runs}
-    groups = sorted(by_hash.values(), key=lambda group: -len(group))
-    is_only = len(groups) == 1
-    return [_work(index, group, by_folder, is_only) for index, group in enumerate(groups)]
+    is_only, words = len(by_hash) == 1, words_of_works(runs)
+    return [
+        _work(_letter(index), words.get(work, ""), group, by_folder, is_only)
+        for index, (work, group) in enumerate(by_hash.items())
+    ]
 
 
-def _work(index: int, rows: Sequence[Row], by_folder: Mapping[str, Run], is_only: bool) -> Work:
+def letters_of(works: Sequence[Work]) -> dict[str, str]:
+    """The folder of each run that is in a work -> the letter of its work."""
+    return {row["folder"]: work.letter for work in works for row in work.rows}
+
+
+def _work(
+    letter: str, shared_words: str, rows: Sequence[Row], by_folder: Mapping[str, Run], is_only: bool
+) -> Work:
     first = by_folder[rows[0]["folder"]]
     lead = ratio_between(first, by_folder[rows[1]["folder"]]) if len(rows) > 1 else None
-    return Work(_letter(index), _describe(first), rows, lead, is_only or len(rows) > 1)
+    return Work(letter, _describe(first), shared_words, rows, lead, is_only or len(rows) > 1)
 
 
 def _letter(index: int) -> str:

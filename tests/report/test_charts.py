@@ -134,13 +134,18 @@ def test_winner_is_told_only_within_a_work(make_run):
     assert pair.description == "tiny, synthetic, 4 prompts, exactly 25 new tokens"
 
 
+def test_time_chart_says_what_its_phases_are(make_run):
+    chart = next(chart for chart in figures_of([make_run("one")]) if chart.chart_id == "time_use")
+    assert "other: recording the environment" in chart.caption
+    assert "capture:" not in chart.caption
+
+
 def test_figures_are_what_plotly_takes(make_run):
     """plotly's own schema refuses an unknown property; colours by name are the page's, and replaced in it."""
     folders = [REFERENCE, make_run("1", ["seed=1"], status="killed"), make_run("2", ["seed=2"])]
     charts = figures_of(folders)
-    assert {"throughput_A", "throughput_lone", "roofline", "step_times", "time_use"} <= {
-        chart.chart_id for chart in charts
-    }
+    ids = {chart.chart_id for chart in charts}
+    assert {"throughput_lone", "roofline", "step_times", "time_use"} < ids
     for chart in charts:
         text = json.dumps(chart.figure, allow_nan=False)
         colors = {word.split('"')[0] for word in text.split('"--')[1:]}
