@@ -1,4 +1,10 @@
-"""Makes the team's saved view of a W&B project of cbexp's runs: python scripts/wandb_dashboard.py --entity TEAM"""
+"""Makes the team's saved view of a W&B project of cbexp's runs.
+
+    python scripts/wandb_dashboard.py --entity TEAM [--project cbexp]
+
+Needs the extra `dashboard` (pip install '.[dashboard]'), a network, and credentials (wandb login or WANDB_API_KEY).
+Each call makes one more view; those that are there stay as they are.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +22,7 @@ try:
     import wandb_workspaces.reports.v2 as wr
     import wandb_workspaces.workspaces as ws
 except ImportError:
-    sys.exit("wandb_dashboard.py needs the wandb-workspaces package: pip install 'cbexp[dashboard]'")
+    sys.exit("wandb_dashboard.py needs the wandb-workspaces package: pip install '.[dashboard]'")
 
 THROUGHPUT = "decode_tps"
 COMPILE_MODE = "resolved.compile_mode"
@@ -138,11 +144,21 @@ def _scatter(title: str, x: str, y: str) -> wr.ScatterPlot:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--entity", required=True, help="the team (or user) whose project it is")
-    parser.add_argument("--project", default=TrackingConfig().project)
-    parser.add_argument("--name", default="cbexp", help="what the view is called")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--entity", required=True, type=_name, help="the team (or user) whose project it is")
+    parser.add_argument(
+        "--project", default=TrackingConfig().project, type=_name, help="where runs are (%(default)s)"
+    )
+    parser.add_argument("--name", default="cbexp", type=_name, help="what the view is called (%(default)s)")
     return parser.parse_args(argv)
+
+
+def _name(value: str) -> str:
+    if not value.strip():
+        raise argparse.ArgumentTypeError("a name is needed")
+    return value
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -151,7 +167,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         workspace.save()
     except (wandb.Error, OSError) as error:
-        sys.exit(f"the view could not be saved to {arguments.entity}/{arguments.project}: {error}")
+        sys.exit(
+            f"the view could not be saved to {arguments.entity}/{arguments.project}: {error}\n"
+            "Is there a network, are you logged in (wandb login), and is the name of the team right?"
+        )
 
 
 if __name__ == "__main__":

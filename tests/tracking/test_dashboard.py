@@ -16,7 +16,7 @@ from cbexp.experiment import run_experiment
 from tests.tracking.wandb_fixtures import ReadBack, read_back
 
 pytest.importorskip(
-    "wandb_workspaces", reason="the dashboard needs the extra: pip install 'cbexp[dashboard]'"
+    "wandb_workspaces", reason="the dashboard needs the extra: pip install '.[dashboard]'"
 )
 wr = pytest.importorskip("wandb_workspaces.reports.v2")
 
@@ -170,5 +170,5 @@ def test_no_credentials_are_a_message(monkeypatch):
 
 def test_missing_package_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb_workspaces.reports.v2", None)
-    with pytest.raises(SystemExit, match=r"pip install 'cbexp\[dashboard\]'"):
+    with pytest.raises(SystemExit, match=r"pip install '\.\[dashboard\]'"):
         load_script()
