@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import html
 import math
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
+
+from cbexp.report.ticks import cut_labels
 
 Figure = dict[str, Any]
 T = TypeVar("T")
@@ -60,7 +61,7 @@ def rows_axis(labels: Sequence[str]) -> Figure:
     return {
         "tickmode": "array",
         "tickvals": list(range(len(labels))),
-        "ticktext": [_tick(label, columns, num_lines) for label in labels],
+        "ticktext": ["<br>".join(map(escape, lines)) for lines in cut_labels(labels, columns, num_lines)],
         "range": [len(labels) - 0.5, -0.5],
         "automargin": True,
         "showgrid": False,
@@ -102,8 +103,3 @@ def hover(title: str, lines: Mapping[str, str]) -> str:
     """The text of a hover box: a title and lines of name and value."""
     body = "<br>".join(f"{escape(name)}: <b>{escape(value)}</b>" for name, value in lines.items())
     return f"<b>{escape(title)}</b><br>{body}"
-
-
-def _tick(label: str, columns: int, num_lines: int) -> str:
-    lines = textwrap.wrap(label, columns, max_lines=num_lines, placeholder=" …")
-    return "<br>".join(escape(line) for line in lines)

@@ -17,6 +17,7 @@ from cbexp.report.environments import find_differences, shared_facts
 from cbexp.report.page import build_page
 from cbexp.report.page_charts import MAX_CHARTED_RUNS, MAX_CONTESTS, charts_of_all, throughput_charts
 from cbexp.report.step_times import PERCENTS, find_step_times
+from cbexp.report.ticks import cut_labels
 from cbexp.report.time_use import seconds_by_phase, shares_of_round
 from cbexp.report.works import find_works
 from tests.report.report_fixtures import REFERENCE, write_json, write_lines
@@ -132,6 +133,27 @@ def test_winner_is_told_only_within_a_work(make_run):
     assert pair.lead.interval.low > 1
     assert (lone.is_contest, lone.lead) == (False, None)
     assert pair.description == "tiny, synthetic, 4 prompts, exactly 25 new tokens"
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        [f"{'shared=words ' * 20}seed={seed}" for seed in range(5)],
+        [f"driver.pythonpath=/a/{'long/' * 30}{end}" for end in ("x", "y", "yz")],
+        [f"{'same' * 30}{end}{'tail' * 30}" for end in ("one", "two")] + ["short"],
+        [f"{'same' * 30}{end}" for end in ("a1", "a2", "b1", f"b{'b' * 99}1", f"b{'b' * 99}2")],
+    ],
+)
+@pytest.mark.parametrize(("columns", "num_lines"), [(30, 2), (56, 1)])
+def test_labels_are_never_cut_before_what_differs(labels, columns, num_lines):
+    cut = cut_labels(labels, columns, num_lines)
+    assert len({tuple(lines) for lines in cut}) == len(labels)
+    assert all(len(lines) <= num_lines and max(map(len, lines)) <= columns for lines in cut)
+
+
+def test_labels_that_fit_and_labels_that_are_the_same_stay():
+    assert cut_labels(["b=1 a=1", "a=1"], 30, 2) == [["b=1 a=1"], ["a=1"]]
+    assert len(cut_labels(["long " * 50] * 2, 30, 2)) == 2
 
 
 def test_time_chart_says_what_its_phases_are(make_run):
