@@ -111,6 +111,21 @@ def test_second_interrupt_kills_what_does_not_end(sweeps):
     assert sweeps.status(0)["message"] == "stopped by Ctrl-C"
 
 
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=lambda s: s.name)
+def test_stop_is_heeded_while_libraries_are_imported_that_swallow_it(sweeps, sent):
+    sweeps.variables = {"FAKE_STUBBORN_IMPORT": "1"}
+    process = sweeps.start("-m", "seed=1,2", QUIET)
+    wait_until(
+        lambda: any("importing" in log.read_text() for log in sweeps.folder.glob("outputs/*/*/*/log.txt"))
+    )
+    process.send_signal(sent)
+    done = sweeps.finish(process, 10)
+    assert done.code == 130
+    assert sweeps.statuses() == {0: "interrupted"}
+    assert "going on" not in (sweeps.cell_folder(0) / "log.txt").read_text()
+    assert sweeps.calls == []
+
+
 def test_interrupt_of_a_sweep_in_one_process(sweeps):
     done = interrupt_at_second(sweeps, "isolation=none")
     assert done.code == 130
