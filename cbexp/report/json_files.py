@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml  # type: ignore[import-untyped]
+
 SMALLEST, LARGEST = 1e-100, 1e100  # what lies beyond is no measurement, and products of it would overflow
 MAX_FILE_BYTES = 512 * 2**20  # steps.jsonl of a long run is some tens of MiB; no record of ours is larger
 
@@ -46,6 +48,15 @@ class Reader:
         """The strings of a YAML list as Hydra writes it, one `- item` a line; empty when there is no such file."""
         text = self._read_text(name)
         return [] if text is None else list(_list_items(text))
+
+    def read_yaml(self, name: str) -> dict[str, Any]:
+        """The mapping in a YAML file; empty when there is no such file, or when it holds none."""
+        text = self._read_text(name)
+        try:
+            value = None if text is None else yaml.safe_load(text)
+        except (yaml.YAMLError, ValueError, RecursionError):
+            return {}
+        return value if isinstance(value, dict) else {}
 
     def read_tail(self, name: str, max_lines: int) -> str:
         """The last lines of a text file; empty when there is no such file."""

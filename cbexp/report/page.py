@@ -22,7 +22,7 @@ from cbexp.report.page_table import columns_for
 from cbexp.report.peak_memory import find_peak_memory
 from cbexp.report.rows import Row, run_rows
 from cbexp.report.run import Run
-from cbexp.report.table import describe_baselines, name_by_number, require_runs
+from cbexp.report.table import describe_baselines, format_numbers, name_by_number, require_runs
 from cbexp.report.work_order import describe_reference
 from cbexp.report.works import find_works, letters_of
 
@@ -45,12 +45,15 @@ def build_page(runs: Sequence[Run], baseline: str | None = None) -> str:
 
 def _results(runs: Sequence[Run], rows: Sequence[Row], baseline: str | None) -> dict[str, Any]:
     works = find_works(rows, runs)
+    number_of = {row["folder"]: number for number, row in enumerate(rows, start=1)}
     throughput, others = throughput_charts(works, rows), charts_of_all(runs, rows, works)
     return {
         "title": _title(runs),
         "made_at": datetime.now(UTC),
         "rows": rows,
         "columns": columns_for(rows),
+        "number_of": number_of,
+        "numbers": lambda some: format_numbers([number_of[row["folder"]] for row in some]),
         "short": shorten({row["folder"]: row["label_in_work"] for row in rows}),
         "run_of": {str(run.folder): run for run in runs},
         "works": works,

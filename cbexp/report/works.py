@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from string import ascii_uppercase
 
-from cbexp.report.baseline import Ratio, ratio_between
 from cbexp.report.labels import words_of_works
+from cbexp.report.lead import Lead, find_lead
 from cbexp.report.rows import Row
 from cbexp.report.run import Run
 
 
 @dataclass(frozen=True)
 class Work:
-    """Completed runs of the same work, the fastest first. `lead` is the ratio of the fastest to the second.
+    """Completed runs of the same work, the fastest first. `lead` is that of the fastest over the others.
 
     `shared_words` are settings that all of its runs have, and not all runs of the report.
 
@@ -25,7 +25,7 @@ class Work:
     description: str
     shared_words: str
     rows: Sequence[Row]
-    lead: Ratio | None
+    lead: Lead | None
     is_contest: bool
 
 
@@ -55,7 +55,7 @@ def _work(
     letter: str, shared_words: str, rows: Sequence[Row], by_folder: Mapping[str, Run], is_only: bool
 ) -> Work:
     first = by_folder[rows[0]["folder"]]
-    lead = ratio_between(first, by_folder[rows[1]["folder"]]) if len(rows) > 1 else None
+    lead = find_lead(rows, by_folder) if len(rows) > 1 else None
     return Work(letter, _describe(first), shared_words, rows, lead, is_only or len(rows) > 1)
 
 

@@ -129,8 +129,8 @@ def test_winner_is_told_only_within_a_work(make_run):
     runs = load_runs(folders)
     pair, lone = find_works(run_rows(runs), runs)
     assert [row["label"] for row in pair.rows] == ["seed=1", "seed=2"]
-    assert pair.lead.value == pytest.approx(2.01 / 1.01)
-    assert pair.lead.interval.low > 1
+    assert pair.lead.ratio.value == pytest.approx(2.01 / 1.01)
+    assert pair.lead.ratio.interval.low > 1
     assert (lone.is_contest, lone.lead) == (False, None)
     assert pair.description == "tiny, synthetic, 4 prompts, exactly 25 new tokens"
 

@@ -1,0 +1,107 @@
+"""How far the fastest run of a work leads, and over what: a run that did the same by other words is no rival."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cbexp.report.baseline import Ratio, ratio_between
+from cbexp.report.environments import describe_environment
+from cbexp.report.json_files import Reader, strings
+from cbexp.report.labels import IDLE_KEYS, telling_overrides
+from cbexp.report.rows import Row
+from cbexp.report.run import Run
+
+# As `cbexp.planning.idle_settings` words it.
+IDLE_SETTING = re.compile(r"([\w.]+)=.* has no effect with ")
+# Names of choices that are nothing but names, and what changes how long is measured, not what.
+NAMES = ("cache.name", "sampling.name", "num_rounds", "stats_path")
+# Facts that differ between the cells of one sweep, from slot to slot.
+PLACES = ("host", "GPU clocks and power", "$CUDA_VISIBLE_DEVICES")
+MAX_COMPARED = 100
+
+
+@dataclass(frozen=True)
+class Lead:
+    """`same`: runs that did the same as the fastest, in effect; `idle`: what its settings and theirs said of that.
+
+    `rival` is the fastest of the others, `ratio` the fastest run's to it. `is_shared`: one of the `same` is slower than
+    the rival, so that being ahead is a matter of luck.
+    """
+
+    same: Sequence[Row]
+    idle: Sequence[str]
+    rival: Row | None
+    ratio: Ratio | None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the same configuration also came out behind the rival."""
+        rival = self.rival
+        return rival is not None and any(
+            row["output_tokens_per_s"] < rival["output_tokens_per_s"] for row in self.same
+        )
+
+
+def find_lead(rows: Sequence[Row], run_of: Mapping[str, Run]) -> Lead:
+    """The lead of the first of a work's rows, which are the fastest first; `run_of` has the runs by folder."""
+    best, *others = (run_of[row["folder"]] for row in rows)
+    same = [
+        row
+        for row, run in zip(rows[1:], others[:MAX_COMPARED], strict=False)
+        if are_same_in_effect(best, run)
+    ]
+    rival = next((row for row in rows[1:] if row not in same), None)
+    ratio = None if rival is None else ratio_between(best, run_of[rival["folder"]])
+    told = dict.fromkeys(
+        sentence
+        for run in (best, *(run_of[row["folder"]] for row in same))
+        for sentence in _idle_settings(run).values()
+    )
+    return Lead(same, list(told), rival, ratio)
+
+
+def are_same_in_effect(one: Run, other: Run) -> bool:
+    """Whether two runs of the same work on the same code and machine differ in nothing but settings without effect.
+
+    Such a setting is one that a run warned of. False where the records do not tell.
+    """
+    idle = _idle_settings(one).keys() | _idle_settings(other).keys()
+    if not idle and set(telling_overrides(one)) != set(telling_overrides(other)):
+        return False
+    if _circumstances(one) != _circumstances(other):
+        return False
+    settings, others = _settings(one), _settings(other)
+    if not settings or settings.keys() != others.keys():
+        return False
+    return all(key in idle or value == others[key] for key, value in settings.items())
+
+
+def _idle_settings(run: Run) -> dict[str, str]:
+    """Settings that had no effect -> what the run said of them."""
+    matches = ((IDLE_SETTING.match(warning), warning) for warning in strings(run.summary, "warnings"))
+    return {match[1]: warning for match, warning in matches if match}
+
+
+def _circumstances(run: Run) -> dict[str, str]:
+    return {fact: value for fact, value in describe_environment(run).items() if fact not in PLACES}
+
+
+def _settings(run: Run) -> dict[str, Any]:
+    """The resolved settings by their dotted names, without those that say nothing of what ran."""
+    config = Reader(run.folder).read_yaml("config.yaml")
+    return {
+        key: value
+        for key, value in _flatten(config)
+        if key not in NAMES and key.split(".")[0] not in IDLE_KEYS
+    }
+
+
+def _flatten(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for group, settings in config.items():
+        if isinstance(settings, Mapping):
+            yield from ((f"{group}.{key}", value) for key, value in settings.items())
+        else:
+            yield str(group), settings

@@ -1,0 +1,107 @@
+"""Who won: runs whose settings differ without effect are one configuration, and no rivals of each other."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from cbexp.report import load_runs, run_rows
+from cbexp.report.lead import are_same_in_effect
+from cbexp.report.page import build_page
+from cbexp.report.page_table import TIMES
+from cbexp.report.works import find_works
+
+IDLE = "cache.num_tokens={} has no effect with driver=generate, which has no paged cache."
+
+
+@pytest.fixture
+def make_cell(make_run):
+    """A cell whose config.yaml says its driver and its cache, idle without the synchronous driver."""
+
+    def make(driver, cache, wall_s, num_rounds=5, **more):
+        warnings = [IDLE.format(cache)] if driver == "generate" and cache else []
+        overrides = [f"driver={driver}", *([f"cache.num_tokens={cache}"] if cache else [])]
+        walls_s = tuple(wall_s * (1 + index / 100) for index in range(num_rounds))
+        folder = make_run(f"{driver}_{cache}", overrides, walls_s, warnings=warnings, **more)
+        settings = f"cache: {{name: a{cache}, num_tokens: {cache or 'null'}}}\ndriver: {{name: {driver}}}\n"
+        (folder / "config.yaml").write_text(
+            f"{settings}num_rounds: {num_rounds}\ntracking: {{group: {wall_s}}}\n"
+        )
+        return folder
+
+    return make
+
+
+def work_of(*folders):
+    runs = load_runs(folders)
+    (work,) = find_works(run_rows(runs), runs)
+    return work
+
+
+def card_of(*folders):
+    page = build_page(load_runs(folders))
+    card = page[page.index('<div class="card winner">') : page.index('<dl class="figures">')]
+    return " ".join(re.sub(r"<[^>]+>", "", card).replace(TIMES, "x").split())
+
+
+def test_cells_that_differ_without_effect_are_one_configuration(make_cell):
+    folders = [make_cell("generate", cache, wall_s) for cache, wall_s in ((1, 1.0), (2, 1.1), (None, 1.2))]
+    folders += [make_cell("sync", 1, 2.0), make_cell("sync", 2, 3.0)]
+    lead = work_of(*folders).lead
+    assert [row["label"] for row in lead.same] == ["driver=generate cache.num_tokens=2", "driver=generate"]
+    assert lead.rival["label"] == "driver=sync cache.num_tokens=1"
+    assert lead.ratio.value == pytest.approx(2.0)
+    card = card_of(*folders)
+    assert "Fastest of 5 runs" in card
+    assert (
+        f"The same configuration in effect as #2-3: what differs between them is noise. {IDLE.format(1)}"
+        in card
+    )
+    assert "Ahead of #4 (the fastest other one) beyond the noise: 2.00x" in card
+    assert "more rounds" not in card
+
+
+def test_settings_that_have_an_effect_make_rivals(make_cell):
+    folders = [make_cell("sync", 1, 1.0), make_cell("sync", 2, 1.01)]
+    assert not are_same_in_effect(*load_runs(folders))
+    card = card_of(*folders)
+    assert "Not clearly ahead of the runner-up" in card
+    assert "more rounds would tell" in card
+
+
+def test_an_idle_setting_of_a_winner_alone_is_told_in_its_card(make_cell):
+    card = card_of(make_cell("generate", 1, 1.0), make_cell("sync", 1, 2.0))
+    assert IDLE.format(1) in card
+    assert "Fastest of 2 configurations" in card
+
+
+def test_being_ahead_is_luck_where_the_same_configuration_also_lost(make_cell):
+    folders = [make_cell("generate", 1, 1.0), make_cell("sync", 1, 2.0), make_cell("generate", 2, 3.0)]
+    assert work_of(*folders).lead.is_shared
+    assert "2.00x, but the same configuration also came out slower than it" in card_of(*folders)
+
+
+def test_without_another_configuration_there_is_no_rival(make_cell):
+    card = card_of(make_cell("generate", 1, 1.0), make_cell("generate", 2, 3.0, num_rounds=1))
+    assert "There is no other configuration to compare it with" in card
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"versions": {"torch": "9"}}, {"source": {"commit": "c" * 40}}, {"cpu": {"num_threads": 7}}],
+)
+def test_other_code_or_another_machine_is_a_difference(make_cell, environment):
+    one, other = make_cell("generate", 1, 1.0), make_cell("generate", 2, 1.0, environment=environment)
+    assert not are_same_in_effect(*load_runs([one, other]))
+
+
+@pytest.mark.parametrize("content", [None, "", "[1]", "a: [", "\0", "cache: 3\n"])
+def test_damaged_settings_are_taken_for_different(make_cell, content):
+    one, other = make_cell("generate", 1, 1.0), make_cell("generate", 2, 1.0)
+    assert are_same_in_effect(*load_runs([one, other]))
+    if content is None:
+        (other / "config.yaml").unlink()
+    else:
+        (other / "config.yaml").write_text(content)
+    assert not are_same_in_effect(*load_runs([one, other]))
