@@ -17,12 +17,13 @@ from cbexp.report.errors import ReportError
 from cbexp.report.failures import describe_reason, without_figures
 from cbexp.report.json_files import Reader
 from cbexp.report.labels import shorten
+from cbexp.report.numbers_of_rows import format_numbers
 from cbexp.report.page_charts import LONE, charts_of_all, shown_contests, throughput_charts
 from cbexp.report.page_table import columns_for
 from cbexp.report.peak_memory import find_peak_memory
 from cbexp.report.rows import Row, run_rows
 from cbexp.report.run import Run
-from cbexp.report.table import describe_baselines, format_numbers, name_by_number, require_runs
+from cbexp.report.table import describe_baselines, name_by_number, require_runs
 from cbexp.report.work_order import describe_reference
 from cbexp.report.works import find_works, letters_of
 

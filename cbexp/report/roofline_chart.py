@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from cbexp.report.charts import Chart, Figure, Shown, build_chart, hover, log_scale, value_axis
 from cbexp.report.decode_points import DecodePoint
+from cbexp.report.point_labels import label_points, place_on
 from cbexp.report.roofline_curves import Curve, curves_over_batch, curves_over_context
 
 HEIGHT_PX = 400
@@ -45,29 +46,50 @@ def build_roofline_chart(points: Points, has_winner: bool) -> Chart:
             "x2", with_context, [shown.value.context or 1.0 for shown in with_context], curves_over_context
         ),
     ]
-    data = [trace for panel in panels for trace in [*_curves(panel), _dots(panel, has_winner)]]
+    rates = value_axis("output tokens/s while decoding", **_rate_scale(points))
+    axes = [
+        _span_axis("requests in a decode step (mean)", panels[0], [0, 0.485]),
+        _span_axis("tokens of context at a decode step (mean)", panels[1], [0.515, 1]),
+    ]
+    data = [
+        trace
+        for panel, axis in zip(panels, axes, strict=True)
+        for trace in [*_curves(panel), _dots(panel, has_winner, _places(panel, axis, rates))]
+    ]
     layout = {
         "grid": {"rows": 1, "columns": 2, "subplots": [["xy", "x2y"]]},
-        "xaxis": _span_axis("requests in a decode step (mean)", panels[0], [0, 0.485]),
-        "xaxis2": _span_axis("tokens of context at a decode step (mean)", panels[1], [0.515, 1]),
-        "yaxis": value_axis("output tokens/s while decoding", **_rate_scale(points)),
+        "xaxis": axes[0],
+        "xaxis2": axes[1],
+        "yaxis": rates,
         "showlegend": False,
     }
     has_ceiling = any(shown.value.ceiling for shown in points)
-    caption = "Decode steps alone, prompts not counted; numbers are those of the table. "
+    caption = "Decode steps alone, prompts not counted; numbers are those of the table, shared by points close together. "
     caption += WITH_CEILING if has_ceiling else WITHOUT_CEILING
     return build_chart("roofline", "Throughput against batch and context", caption, data, layout, HEIGHT_PX)
 
 
-def _dots(panel: Panel, has_winner: bool) -> Figure:
+def _places(panel: Panel, axis: Figure, rates: Figure) -> list[tuple[float, float]]:
+    """Where the points lie, in shares of the panel."""
+    return [
+        (place_on(axis, x), place_on(rates, shown.value.tokens_per_s))
+        for shown, x in zip(panel.points, panel.xs, strict=True)
+    ]
+
+
+def _dots(panel: Panel, has_winner: bool, places: Sequence[tuple[float, float]]) -> Figure:
+    labels = {label.index: label for label in label_points([shown.number for shown in panel.points], places)}
+    shown_labels = [labels.get(index) for index in range(len(places))]
     colors = ["--fastest" if has_winner and shown.number == 1 else "--dot" for shown in panel.points]
     return {
         "type": "scatter",
         "mode": "markers+text",
         "x": list(panel.xs),
         "y": [shown.value.tokens_per_s for shown in panel.points],
-        "text": [f"  #{shown.number}" for shown in panel.points],
-        "textposition": "middle right",
+        "text": ["" if label is None else f"  {label.text}  " for label in shown_labels],
+        "textposition": [
+            "middle left" if label and label.is_left else "middle right" for label in shown_labels
+        ],
         "textfont": {"size": 12, "color": "--muted"},
         "marker": {"size": 11, "color": colors, "line": {"width": 1.5, "color": "--card"}},
         "hovertext": [_hover(shown) for shown in panel.points],

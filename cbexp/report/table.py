@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cbexp.report.errors import ReportError
+from cbexp.report.numbers_of_rows import format_numbers
 from cbexp.report.peak_memory import find_peak_memory
 from cbexp.report.rows import Row, run_rows
 from cbexp.report.run import Run
@@ -80,17 +81,6 @@ def describe_baselines(rows: Sequence[Row], named: str | None) -> list[str]:
         return [f"ratio to #{baselines[0]}, {row['label_in_work']}{'' if named else ' (the slowest)'}"]
     which = repr(named) if named else "the slowest run"
     return [f"{several}: a ratio is to {which} of the same work, {format_numbers(baselines)}"]
-
-
-def format_numbers(numbers: Sequence[int]) -> str:
-    """Rows of the table, neighbours taken together: `#1, #3-5`."""
-    spans: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if spans and spans[-1][1] == number - 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return ", ".join(f"#{low}" if low == high else f"#{low}-{high}" for low, high in spans)
 
 
 def name_by_number(rows: Sequence[Row]) -> Callable[[Sequence[Run]], str]:

@@ -12,7 +12,8 @@ KEPT = 8  # signs before the first difference, so that one sees what differs
 
 def cut_labels(labels: Sequence[str], columns: int, num_lines: int) -> list[list[str]]:
     """The lines of each label. Words that many labels have are the first to go, then beginnings that several share."""
-    counts = Counter(word for label in labels for word in set(label.split()))
+    # Other words than settings, as the letter of a work, stay in front.
+    counts = Counter(word for label in labels for word in set(label.split()) if "=" in word)
     ordered = [
         label if _fits(label, columns, num_lines) else " ".join(sorted(label.split(), key=counts.__getitem__))
         for label in labels

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -11,11 +12,13 @@ import pytest
 
 from cbexp.report import load_runs, run_rows
 from cbexp.report.agreement import same_completions_share
+from cbexp.report.charts import log_scale
 from cbexp.report.decode_points import Ceiling, find_decode_point
 from cbexp.report.doubts import find_doubts
 from cbexp.report.environments import find_differences, shared_facts
 from cbexp.report.page import build_page
 from cbexp.report.page_charts import MAX_CHARTED_RUNS, MAX_CONTESTS, charts_of_all, throughput_charts
+from cbexp.report.point_labels import label_points, place_on
 from cbexp.report.step_times import PERCENTS, find_step_times
 from cbexp.report.ticks import cut_labels
 from cbexp.report.time_use import seconds_by_phase, shares_of_round
@@ -151,9 +154,52 @@ def test_labels_are_never_cut_before_what_differs(labels, columns, num_lines):
     assert all(len(lines) <= num_lines and max(map(len, lines)) <= columns for lines in cut)
 
 
+def test_the_letter_of_a_work_stays_in_front():
+    (first, _) = cut_labels([f"K: a=1 b=2 c={'x' * 60}", "K: a=1"], 30, 2)
+    assert first[0].startswith("K: b=2")
+
+
 def test_labels_that_fit_and_labels_that_are_the_same_stay():
     assert cut_labels(["b=1 a=1", "a=1"], 30, 2) == [["b=1 a=1"], ["a=1"]]
     assert len(cut_labels(["long " * 50] * 2, 30, 2)) == 2
+
+
+def texts_of(places):
+    return sorted(label.text for label in label_points(range(1, len(places) + 1), places))
+
+
+@pytest.mark.parametrize(
+    ("places", "texts"),
+    [
+        ([(0.1, 0.5), (0.1, 0.6), (0.1, 0.9), (0.5, 0.5)], ["#1", "#2", "#3", "#4"]),
+        ([(0.1, 0.5), (0.1, 0.52), (0.1, 0.9)], ["#1-2", "#3"]),  # a text would cover the other text
+        ([(0.1, 0.5), (0.15, 0.5), (0.1, 0.9)], ["#1-2", "#3"]),  # a text would cover the other point
+        ([(0.1, 0.5), (0.9, 0.9)] * 2, ["#1, #3", "#2, #4"]),
+        ([(0.1, 0.5), (0.5, 0.9)] * 3, ["#1 and 2 more", "#2 and 2 more"]),
+    ],
+)
+def test_points_that_lie_together_share_a_text(places, texts):
+    assert texts_of(places) == texts
+
+
+def test_texts_stay_in_the_panel():
+    (label,) = label_points([12], [(0.97, 0.5)])
+    assert label.is_left
+    assert label.span[0] > 0
+
+
+def test_many_points_in_a_heap_are_labelled_soon():
+    generator = np.random.default_rng(1)
+    places = [tuple(place) for place in generator.random((MAX_CHARTED_RUNS, 2)).tolist()]
+    started_s = time.process_time()
+    labels = label_points(range(MAX_CHARTED_RUNS), places)
+    assert time.process_time() - started_s < 5
+    assert sorted(index for label in labels for index in label.members) == list(range(MAX_CHARTED_RUNS))
+
+
+def test_places_of_points_are_shares_of_the_panel():
+    assert place_on({"range": [0, 50]}, 25) == 0.5
+    assert place_on(log_scale(1, 100), 10) == pytest.approx(0.5)
 
 
 def test_time_chart_says_what_its_phases_are(make_run):

@@ -14,7 +14,7 @@ import pytest
 
 from cbexp.report import format_report, format_table, load_runs
 from cbexp.report.command_line import main
-from cbexp.report.table import format_numbers
+from cbexp.report.numbers_of_rows import format_numbers
 
 
 @pytest.fixture
