@@ -64,7 +64,7 @@ def build_roofline_chart(points: Points, has_winner: bool) -> Chart:
         "showlegend": False,
     }
     has_ceiling = any(shown.value.ceiling for shown in points)
-    caption = "Decode steps alone, prompts not counted. Numbers are the table's, in one text for points close together. "
+    caption = "Decode steps alone, prompts not counted. Numbers are the table's; points close together share a text. "
     caption += WITH_CEILING if has_ceiling else WITHOUT_CEILING
     return build_chart("roofline", "Throughput against batch and context", caption, data, layout, HEIGHT_PX)
 
