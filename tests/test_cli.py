@@ -14,7 +14,7 @@ from hydra.core.global_hydra import GlobalHydra
 
 from cbexp.cli.command_line import main
 from cbexp.cli.composer import name_job_folder
-from cbexp.errors import ConfigError, DatasetError
+from cbexp.errors import ConfigError, DatasetError, NotApplicableError
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -171,6 +171,32 @@ def test_dry_run_of_a_sweep_runs_each_job_here_and_leaves_nothing(run, experimen
     result = run("-m", "seed=1,2", "dry_run=true")
     assert (result.code, [call.config.seed for call in experiment.calls]) == (0, [1, 2])
     assert list(Path.cwd().glob("outputs/default/*")) == []
+
+
+def test_dry_run_of_a_job_that_this_machine_cannot_run_is_no_failure(run, experiment):
+    def refuse(config):
+        raise NotApplicableError("no GPU here")
+
+    experiment.behave = refuse
+    assert run("-m", "seed=1,2", "dry_run=true").code == 0
+    result = run("dry_run=true")
+    assert result.code == 3
+    assert "no GPU here" in result.err
+
+
+def test_offline_runs_of_a_sweep_are_told_with_the_command_that_uploads_them(run, experiment):
+    def behave(config):
+        run_dir = experiment.calls[-1].run_dir
+        (run_dir / "attempts/1/wandb/offline-run-1").mkdir(parents=True)
+        return "completed"
+
+    assert "upload with" not in run("-m", "seed=1,2").out
+    experiment.behave = behave
+    line = next(line for line in run("-m", "seed=1,2").out.splitlines() if "upload with: " in line)
+    found = subprocess.run(
+        line.partition("upload with: ")[2].partition("|")[0], shell=True, capture_output=True, text=True
+    )
+    assert len(found.stdout.split()) == 2
 
 
 def test_tracking_group_names_the_sweep(run, experiment):

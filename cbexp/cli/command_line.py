@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import io
 import sys
 import tempfile
 from argparse import Namespace
@@ -21,6 +22,7 @@ from cbexp.cli.exit_codes import (
     EXIT_INTERRUPTED,
     EXIT_JOB_FAILED,
     EXIT_OK,
+    choose_dry_runs_exit_code,
     choose_exit_code,
 )
 from cbexp.cli.job_runner import JobRunner
@@ -41,6 +43,9 @@ def main(argv: list[str] | None = None) -> None:
     this machine, 130 when interrupted.
     """
     arguments = sys.argv[1:] if argv is None else argv
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal may lack signs
     try:
         exit_code = _run(arguments)
         if sys.stdout is not None:  # it was closed before the start (`>&-`)
@@ -90,16 +95,16 @@ def _run_command(args: Namespace) -> int:
     except CbexpError as error:
         report_error(error)
         return EXIT_BAD_CONFIG if isinstance(error, ConfigError) else EXIT_JOB_FAILED
-    return _run_jobs(JobRunner(command))
+    return _run_jobs(JobRunner(command), command.is_multirun)
 
 
-def _run_jobs(runner: JobRunner) -> int:
+def _run_jobs(runner: JobRunner, is_multirun: bool) -> int:
     try:
         with interrupting_by_stop_signals():
             _hand_to_hydra(runner)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    return max(map(choose_exit_code, runner.statuses), default=EXIT_OK)
+    return choose_dry_runs_exit_code(runner.statuses) if is_multirun else choose_exit_code(*runner.statuses)
 
 
 def _check_transformers() -> None:

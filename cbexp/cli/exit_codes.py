@@ -28,6 +28,12 @@ def choose_exit_code(status: str) -> int:
     return _OF_STATUS.get(status, EXIT_OK)
 
 
+def choose_dry_runs_exit_code(statuses: Sequence[str]) -> int:
+    """Return the exit code of a sweep's dry runs; what cannot run on this machine is no failure."""
+    codes = [choose_exit_code(status) for status in statuses if status != "not_applicable"]
+    return max(codes, default=EXIT_OK)
+
+
 def choose_sweep_exit_code(ends: Sequence[CellEnd], is_stopped: bool) -> int:
     """Return the exit code of a sweep; cells that cannot run on this machine do not count as failures."""
     if is_stopped:

@@ -14,7 +14,7 @@ from cbexp.cli.exit_codes import BAD_CONFIG
 from cbexp.cli.preflight import convert_config
 from cbexp.cli.terminal import report_error, say
 from cbexp.config import ExperimentConfig
-from cbexp.errors import CbexpError, ConfigError
+from cbexp.errors import CbexpError, ConfigError, NotApplicableError
 from cbexp.sweep.cells import CELL, Cell, write_cell
 from cbexp.sweep.ends import get_objective
 
@@ -51,7 +51,7 @@ class JobRunner:
             return "interrupted", None
         except CbexpError as error:
             report_error(error)
-            return BAD_CONFIG if isinstance(error, ConfigError) else "failed", None
+            return _name_end(error), None
         except Exception:  # noqa: BLE001 - a bug: shown, and told by the exit code
             traceback.print_exc()
             return "failed", None
@@ -61,6 +61,12 @@ class JobRunner:
                 if self._command.is_multirun:
                     (run_dir.parent / "multirun.yaml").unlink(missing_ok=True)
                     _remove_if_empty(run_dir.parent)
+
+
+def _name_end(error: CbexpError) -> str:
+    if isinstance(error, NotApplicableError):
+        return "not_applicable"
+    return BAD_CONFIG if isinstance(error, ConfigError) else "failed"
 
 
 def _run(cell: Cell) -> tuple[str, float | None]:

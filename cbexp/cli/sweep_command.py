@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 import traceback
 from argparse import Namespace
@@ -173,7 +174,15 @@ def _conclude(plan: SweepPlan, command: CheckedCommand, sweep_folder: Path, ran:
     ends = [ran.ends.get(item.cell.index) or read_end(item.cell.folder) for item in plan.cells]
     say_report(sweep_folder, ends, [read_end(folder) for folder in plan.others])
     _track_sweep(plan, command, sweep_folder)
+    _say_upload(sweep_folder)
     return choose_sweep_exit_code(ends, ran.is_stopped)
+
+
+def _say_upload(sweep_folder: Path) -> None:
+    """Say how to upload what was logged offline; earlier attempts of cells have runs of their own."""
+    if next(sweep_folder.rglob("offline-run-*"), None) is not None:
+        where = shlex.quote(str(format_path(sweep_folder)))
+        say(f"W&B offline; upload with: find {where} -name 'offline-run-*' | xargs wandb sync")
 
 
 def _track_sweep(plan: SweepPlan, command: CheckedCommand, sweep_folder: Path) -> None:
