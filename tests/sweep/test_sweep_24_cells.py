@@ -92,6 +92,9 @@ def read_summary(sweeps, index):
 
 
 def read_table(out):
-    """Status by experiment, of the rows of the final table."""
-    rows = [line.split() for line in out.splitlines() if line.split()[:1] and line.split()[0].isdigit()]
-    return {row[1].removeprefix("experiment="): row[2] for row in rows if "cell_" in row[1]}
+    """Status by experiment, of the rows of the final table; the cells' works stand before their names."""
+    words = [line.split() for line in out.splitlines() if line.split()[:1] and line.split()[0].isdigit()]
+    cells = [
+        (row, index) for row in words for index, word in enumerate(row) if word.startswith("experiment=cell_")
+    ]
+    return {row[index].removeprefix("experiment="): row[index + 1] for row, index in cells}
