@@ -15,9 +15,7 @@ from cbexp.config import DatasetConfig, ExperimentConfig, SamplingConfig, Tracki
 from cbexp.experiment import run_experiment
 from tests.tracking.wandb_fixtures import ReadBack, read_back
 
-pytest.importorskip(
-    "wandb_workspaces", reason="the dashboard needs the extra: pip install '.[dashboard]'"
-)
+pytest.importorskip("wandb_workspaces", reason="the dashboard needs the extra: pip install '.[dashboard]'")
 wr = pytest.importorskip("wandb_workspaces.reports.v2")
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "wandb_dashboard.py"
