@@ -14,6 +14,8 @@ from hydra.core.global_hydra import GlobalHydra
 
 from cbexp.cli.command_line import main
 from cbexp.cli.composer import name_job_folder
+from cbexp.cli.objective import find_objective
+from cbexp.config import ExperimentConfig, TrackingConfig
 from cbexp.errors import ConfigError, DatasetError, NotApplicableError
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -67,6 +69,22 @@ def run(experiment, tmp_path, monkeypatch, capsys):
 
     yield run_command
     assert not GlobalHydra.instance().is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("limit", "summary", "expected"),
+    [
+        (None, {"decode_tps": 5}, 5.0),
+        (2.0, {"decode_tps": 5, "peak_reserved_gib": 1.5}, 5.0),
+        (2.0, {"decode_tps": 5, "peak_reserved_gib": 2.5}, 0.0),
+        (2.0, {"decode_tps": 5, "peak_reserved_gib": None, "peak_host_gib": 2.5}, 0.0),
+        (2.0, {"decode_tps": None}, None),
+        (2.0, None, None),
+    ],
+)
+def test_a_job_returns_the_objective_of_a_search(limit, summary, expected):
+    config = ExperimentConfig(tracking=TrackingConfig(max_memory_gib=limit))
+    assert find_objective(config, summary) == expected
 
 
 # What a good command line does

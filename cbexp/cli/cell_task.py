@@ -7,6 +7,7 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 
+from cbexp.cli.objective import find_objective
 from cbexp.cli.sweep_display import SweepDisplay
 from cbexp.sweep.cells import Cell, write_cell
 from cbexp.sweep.ends import read_end
@@ -30,7 +31,7 @@ class CellTask:
             with counting_stop_signals() as stops:
                 display = SweepDisplay(self._cells, self._num_cells)
                 end = Scheduler([{}], start_cell, display, stops).run([cell]).get(cell.index, end)
-        return end.objective
+        return find_objective(cell.config, end.summary)
 
 
 def start_cell(cell: Cell, slot: Mapping[str, str]) -> CellProcess:

@@ -11,12 +11,12 @@ from omegaconf import DictConfig
 
 from cbexp.cli.checked_jobs import CheckedCommand
 from cbexp.cli.exit_codes import BAD_CONFIG
+from cbexp.cli.objective import find_objective
 from cbexp.cli.preflight import convert_config
 from cbexp.cli.terminal import report_error, say
 from cbexp.config import ExperimentConfig
 from cbexp.errors import CbexpError, ConfigError, NotApplicableError
 from cbexp.sweep.cells import CELL, Cell, write_cell
-from cbexp.sweep.ends import get_objective
 
 
 class JobRunner:
@@ -76,7 +76,7 @@ def _run(cell: Cell) -> tuple[str, float | None]:
     if not cell.config.dry_run and not (cell.folder / CELL).exists():  # a used folder is refused by the run
         write_cell(cell)
     outcome = run_experiment(cell.config, cell.folder, list(cell.overrides), None)
-    return outcome.status, get_objective(outcome.summary)
+    return outcome.status, find_objective(cell.config, outcome.summary)
 
 
 def _remove_traces(run_dir: Path) -> None:

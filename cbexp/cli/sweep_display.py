@@ -54,8 +54,8 @@ class SweepDisplay:
     def on_end(self, cell: Cell, end: CellEnd, elapsed_s: float) -> None:
         """Say how it ended; of a failure why, and where it is recorded."""
         told = f"{self._name(cell)} {end.status} after {elapsed_s:,.1f} s"
-        if end.objective is not None:
-            told += f", {end.objective:,.0f} output tokens/s"
+        if end.output_tokens_per_s is not None:
+            told += f", {end.output_tokens_per_s:,.0f} output tokens/s"
         if end.message:
             told += f": {printable(end.message)}"
         if not end.is_done:

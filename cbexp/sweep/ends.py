@@ -43,15 +43,10 @@ class CellEnd:
         return self.status in DONE
 
     @property
-    def objective(self) -> float | None:
-        """See `get_objective`."""
-        return get_objective(self.summary)
-
-
-def get_objective(summary: Mapping[str, Any] | None) -> float | None:
-    """Return what a search maximises, output tokens per second; None without a summary: the cell did not complete."""
-    value = (summary or {}).get("decode_tps")
-    return float(value) if isinstance(value, int | float) else None
+    def output_tokens_per_s(self) -> float | None:
+        """Of the median round; None unless the cell completed."""
+        value = (self.summary or {}).get("decode_tps")
+        return float(value) if isinstance(value, int | float) else None
 
 
 def read_end(folder: Path) -> CellEnd:

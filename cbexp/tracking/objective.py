@@ -14,9 +14,9 @@ def compute_objective(summary: Mapping[str, Any], max_memory_gib: float | None) 
 
     The peak is what the process held on its device (`peak_reserved_gib`), on a CPU its resident memory.
     """
-    peak_gib = summary["peak_reserved_gib"]
-    if peak_gib is None:
-        peak_gib = summary["peak_host_gib"]
-    if max_memory_gib is not None and (peak_gib is None or peak_gib > max_memory_gib):
-        return REJECTED
+    if max_memory_gib is not None:
+        on_device = summary["peak_reserved_gib"]
+        peak_gib = summary["peak_host_gib"] if on_device is None else on_device
+        if peak_gib is None or peak_gib > max_memory_gib:
+            return REJECTED
     return float(summary["decode_tps"])

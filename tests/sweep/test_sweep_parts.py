@@ -165,14 +165,14 @@ def test_completed_cell_stays_completed_whatever_ended_its_process(tmp_path):
     mark(tmp_path, "completed")
     (tmp_path / "summary.json").write_text('{"decode_tps": 12}')
     end = conclude_end(tmp_path, -11, "timed_out", "late")
-    assert (end.status, end.objective, end.message) == ("completed", 12.0, None)
+    assert (end.status, end.output_tokens_per_s, end.message) == ("completed", 12.0, None)
 
 
 def test_stop_between_last_record_and_end_keeps_the_cell_completed(tmp_path):
     mark(tmp_path, "completed")
     (tmp_path / "summary.json").write_text('{"decode_tps": 12}')
     end = record_end(tmp_path, CellEnd("interrupted", "stopped by Ctrl-C"))
-    assert (end.status, end.objective) == ("completed", 12.0)
+    assert (end.status, end.output_tokens_per_s) == ("completed", 12.0)
     assert read_end(tmp_path).status == "completed"
 
 
