@@ -116,10 +116,11 @@ def _run_tracked(
         tracker.log_resolved(plan.to_dict())
         display.print_plan(plan)
         display.print_line(tracker.description)
+        prepared_s = time.perf_counter()
         with Job(config, plan, directory, tracker, display) as job, _explaining_memory(plan):
             summary = _run_job(job, display)
         summary["tracking"] = tracker.description
-        summary["durations_s"]["total"] = time.perf_counter() - start_s
+        summary["durations_s"] |= {"prepare": prepared_s - start_s, "total": time.perf_counter() - start_s}
         tracker.log_summary(summary)
     # Only now: closing the run is where an upload fails.
     summary["warnings"] += tracker.warnings

@@ -138,7 +138,7 @@ class Job:
         config, plan = self._config, self._plan
         if plan.uses_compile_cache:
             self._resources.enter_context(compile_environment(config.compile, plan.compile_mode, plan.driver))
-        driver = self._build_driver(loaded, prompts, tokenizer)
+        driver = self._timed("build_driver", lambda: self._build_driver(loaded, prompts, tokenizer))
         self._runner = RoundRunner(
             driver, prompts, tokenizer, plan.limits, config.dataset.num_generations, loaded.device
         )

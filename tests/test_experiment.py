@@ -127,6 +127,9 @@ def test_summary_tells_how_decoding_went(tmp_path):
     assert summary["tokens_per_burst"] > summary["steps_per_burst"]
     assert summary["padding_share"] > 0
     assert (summary["bandwidth_bytes_per_s"], summary["roofline_fraction"]) == (None, None)
+    durations_s = dict(summary["durations_s"])
+    assert {"prepare", "load_model", "build_driver", "driver_warmup"} < set(durations_s)
+    assert sum(durations_s.values()) - durations_s["total"] < durations_s["total"]
     assert engine["plan"]["buckets"] == [4, 8]
     assert engine["driver"]["fusion"] == summary["fusion"]
     assert engine["compile_cache"] is None

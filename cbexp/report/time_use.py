@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from cbexp.report.json_files import lookup, number
 from cbexp.report.run import Run
 
-SET_UP = ("load", "compile", "capture", "warmup")
+SET_UP = ("prepare", "load", "compile", "capture", "warmup")
 ROUND_SHARES: Mapping[str, str] = {
     "prefill": "prefill_share",
     "mixed": "mixed_share",
@@ -17,6 +17,7 @@ ROUND_SHARES: Mapping[str, str] = {
 UNKNOWN_ROUND, OTHER = "rounds", "other"
 PHASES = (*SET_UP, *ROUND_SHARES, UNKNOWN_ROUND, OTHER)
 MEANINGS: Mapping[str, str] = {
+    "prepare": "recording the environment, planning, starting W&B, building the driver",
     "load": "tokenizer, prompts, weights, and measuring the memory bandwidth",
     "compile": "torch.compile",
     "capture": "CUDA graphs",
@@ -26,7 +27,7 @@ MEANINGS: Mapping[str, str] = {
     "decode": "steps that add a token to each request",
     "idle": "time of the timed rounds outside of any step: the driver's own work, and waiting",
     UNKNOWN_ROUND: "timed rounds of a driver that does not tell its steps",
-    OTHER: "recording the environment, planning, building the driver, judging, tracking and writing down, in no figure",
+    OTHER: "judging, tracking and writing down, in no figure",
 }
 
 
@@ -56,9 +57,11 @@ def _set_up(run: Run) -> dict[str, float]:
         for name in named
         if name.startswith("load_") or name == "measure_bandwidth"
     )
+    prepare_s = sum(number(named, name) or 0.0 for name in ("prepare", "build_driver"))
     compile_s, capture_s = run.figure("compile_s") or 0.0, run.figure("capture_s") or 0.0
     before_s = sum(number(named, name) or 0.0 for name in ("driver_warmup", "warmup")) + run.warmup_rounds_s
     return {
+        "prepare": prepare_s,
         "load": load_s,
         "compile": compile_s,
         "capture": capture_s,

@@ -110,7 +110,8 @@ def test_phases_add_up_to_the_whole_job(make_run):
     run = load_one(make_run("one", walls_s=(1.0, 1.0, 1.0)))
     phases = seconds_by_phase(run)
     assert sum(phases.values()) == pytest.approx(run.figure("durations_s", "total"))
-    expected = {"load": 1.0, "compile": 2.0, "warmup": 3.0, "prefill": 0.6, "decode": 2.1, "idle": 0.3}
+    expected = {"prepare": 0.5, "load": 1.0, "compile": 2.0, "warmup": 3.0}
+    expected |= {"prefill": 0.6, "decode": 2.1, "idle": 0.3}
     assert {name: phases[name] for name in expected} == pytest.approx(expected)
     assert sum(shares_of_round(run).values()) == pytest.approx(1.0)
 
@@ -204,7 +205,8 @@ def test_places_of_points_are_shares_of_the_panel():
 
 def test_time_chart_says_what_its_phases_are(make_run):
     chart = next(chart for chart in figures_of([make_run("one")]) if chart.chart_id == "time_use")
-    assert "other: recording the environment" in chart.caption
+    assert "prepare: recording the environment" in chart.caption
+    assert "other: judging" in chart.caption
     assert "capture:" not in chart.caption
 
 
