@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
@@ -120,7 +121,8 @@ class Job:
         config = self._config
         if self._plan.driver == "vllm":
             return describe_model(config.model)
-        return load_model(config.model, config.adapter, config.seed)
+        model = replace(config.model, attn_implementation=self._plan.attention.implementation)
+        return load_model(model, config.adapter, config.seed)
 
     def _load_prompts(
         self, tokenizer: PreTrainedTokenizerBase | None, special_ids: Collection[int] = ()

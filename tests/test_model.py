@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from cbexp.config import AdapterConfig, ModelConfig
 from cbexp.errors import ConfigError, ModelError, NotApplicableError
+from cbexp.model import attention_choice
 from cbexp.model.attention_choice import resolve_attention, resolve_loaded_attention
 from cbexp.model.loading import load_architecture, load_model, load_tokenizer, resolve_device, resolve_dtype
 from tests.model_fixtures import QWEN3, TINY, save_model
@@ -126,6 +128,31 @@ def test_attention_auto_is_the_engines_own_for_the_synchronous_driver_alone():
             ConfigError, match=f"attn_implementation=cbexp .* does not work with driver={driver}"
         ):
             resolve_attention("cbexp", driver, qwen3, CPU, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("capability", "installed", "dtype", "expected"),
+    [
+        ((9, 0), {"flash_attention_2", "flash_attention_3"}, torch.bfloat16, "flash_attention_3"),
+        ((9, 0), {"flash_attention_2"}, torch.bfloat16, "flash_attention_2"),
+        ((9, 0), set(), torch.bfloat16, "sdpa"),
+        ((9, 0), {"flash_attention_3"}, torch.float32, "sdpa"),
+        ((8, 0), {"flash_attention_2", "flash_attention_3"}, torch.float16, "flash_attention_2"),
+        ((7, 5), {"flash_attention_2"}, torch.float16, "sdpa"),
+    ],
+)
+def test_auto_is_the_managers_best_attention_that_is_installed(
+    monkeypatch, capability, installed, dtype, expected
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    for name, package in attention_choice.FLASH_PACKAGES.items():
+        found = replace(package, is_available=lambda name=name: name in installed)
+        monkeypatch.setitem(attention_choice.FLASH_PACKAGES, name, found)
+    qwen3, cuda = AutoConfig.for_model("qwen3"), torch.device("cuda", 0)
+    choice = resolve_attention("auto", "manager", qwen3, cuda, dtype)
+    assert choice.implementation == expected
+    assert (choice.reason is None) == (expected == "sdpa")
+    assert resolve_attention("auto", "generate", qwen3, cuda, dtype).implementation == "sdpa"
 
 
 def test_model_is_loaded_with_transformers_attention_when_the_engines_own_will_run():

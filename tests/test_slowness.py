@@ -1,10 +1,11 @@
-"""Warnings of jobs that will be slow on a CPU: too large for it, or too small for its threads."""
+"""Warnings of jobs that will be slow: too large for a CPU or too small for its threads, a peer below its best."""
 
 import pytest
 import torch
 
+from cbexp.model.attention_choice import AttentionChoice
 from cbexp.model.memory import WeightSize
-from cbexp.planning.plan_warnings import find_slowness
+from cbexp.planning.plan_warnings import find_handicap, find_slowness
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -31,3 +32,18 @@ def test_slowness(device, num_bytes, num_threads, expected, monkeypatch):
 def test_one_core_needs_no_advice(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     assert find_slowness(CPU, WeightSize(num_parameters=10, num_bytes=40), None) == []
+
+
+@pytest.mark.parametrize(
+    ("driver", "attention", "device", "is_slow"),
+    [
+        ("manager", "sdpa", CUDA, True),
+        ("manager", "flash_attention_3", CUDA, False),
+        ("manager", "sdpa", CPU, False),
+        ("generate", "sdpa", CUDA, False),
+    ],
+)
+def test_a_manager_below_its_best_is_pointed_out(driver, attention, device, is_slow):
+    lines = find_handicap(driver, AttentionChoice(attention), device)
+    assert len(lines) == is_slow
+    assert not lines or "driver=manager with sdpa attention runs without CUDA graphs" in lines[0]

@@ -28,7 +28,7 @@ from cbexp.model.memory import (
 )
 from cbexp.planning.compile_cache import uses_compile_cache
 from cbexp.planning.compile_choice import DecodePlan, choose_compile_mode, plan_decode
-from cbexp.planning.plan_warnings import find_idle_buckets, find_idle_settings, find_slowness
+from cbexp.planning.plan_warnings import find_handicap, find_idle_buckets, find_idle_settings, find_slowness
 
 PAGE_SIZE = 256
 PAGE_SIZE_WITH_SHARING = 32
@@ -170,6 +170,7 @@ def resolve_plan(config: ExperimentConfig) -> RunPlan:
         warnings=[
             *find_idle_settings(config, compile_mode, device),
             *find_idle_buckets(decode, max_requests),
+            *find_handicap(driver, attention, device),
             *find_slowness(device, weights, config.model.num_threads),
         ],
     )

@@ -7,6 +7,7 @@ import dataclasses
 import torch
 
 from cbexp.config import CompileConfig, ExperimentConfig
+from cbexp.model.attention_choice import AttentionChoice
 from cbexp.model.memory import WeightSize
 from cbexp.planning.compile_cache import list_overriding_variables, uses_compile_cache
 from cbexp.planning.compile_choice import DecodePlan
@@ -52,6 +53,16 @@ def find_slowness(device: torch.device, weights: WeightSize, num_threads: int | 
     return [
         f"{weights.num_parameters:,} parameters on a CPU: a round takes minutes to hours. Try num_rounds=1 "
         "num_warmup_rounds=0 with few prompts and new tokens, or model.device=cuda."
+    ]
+
+
+def find_handicap(driver: str, attention: AttentionChoice, device: torch.device) -> list[str]:
+    """A manager on a GPU that is far from its best, which a comparison should know."""
+    if driver != "manager" or device.type != "cuda" or not attention.is_masked:
+        return []
+    return [
+        f"driver=manager with {attention.implementation} attention runs without CUDA graphs, several times slower than "
+        "at its best: it needs bfloat16 or float16 and the package flash-attn-3 (Hopper) or flash-attn."
     ]
 
 
