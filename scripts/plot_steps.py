@@ -54,6 +54,7 @@ def draw(rows: list[Row], output: Path) -> None:
         sys.exit("drawing needs matplotlib: pip install matplotlib")
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     figure, axes = pyplot.subplots(1, 2, figsize=(13, 5), layout="constrained")
     for axis, along, other in zip(axes, ("batch", "context"), ("context", "batch"), strict=True):
@@ -64,8 +65,9 @@ def draw(rows: list[Row], output: Path) -> None:
         places = sorted({row[along] for line in lines.values() for row in line})
         axis.set_xticks(places, labels=[f"{place:,}" for place in places])
         axis.set_xticks([], minor=True)
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.yaxis.set_major_formatter("{x:g}")
-        axis.yaxis.set_minor_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter(NullFormatter())
         axis.grid(visible=True, which="both", alpha=0.3)
         if lines:
             axis.legend(fontsize="small")

@@ -19,7 +19,7 @@ from cbexp.engine.decode_buffers import allocate_decode_buffers
 from cbexp.engine.decode_model import DecodeModel
 from cbexp.engine.fused_forward import FusedForward
 from cbexp.engine.row_upload import DecodeRow
-from cbexp.engine.self_check import SelfCheckResult, check_bucket
+from cbexp.engine.self_check import SelfCheckResult, average_logprob_error, check_bucket
 from cbexp.engine.step_timing import time_decode_steps
 from cbexp.engine.types import CompileRegion, EngineError, Fusion
 
@@ -142,12 +142,12 @@ class Decoder:
     def stats(self) -> dict[str, Any]:
         """`CompileStats` for the weights as they lie now, and the `device_idle_share` between bursts (None: no GPU).
 
-        `mean_logprob_error` and `max_logprob_error` are the worst that self-checks found (None: nothing was checked).
+        `mean_logprob_error` and `max_logprob_error` are over the rows of all self-checks (None: nothing was checked).
         """
         stats = CompileStats() if self._runner is None else self._runner.stats
         return asdict(stats) | {
             "device_idle_share": self._bursts.idle.share,
-            "mean_logprob_error": max((c.mean_logprob_error for c in self._checks.values()), default=None),
+            "mean_logprob_error": average_logprob_error(self._checks.values()),
             "max_logprob_error": max((c.max_logprob_error for c in self._checks.values()), default=None),
         }
 

@@ -6,7 +6,7 @@ A wrong graph gives wrong tokens without a word; here it ends the run.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -62,6 +62,13 @@ class SelfCheckResult:
     mean_logit_spacing: float
     max_logit_spacing: float
     rounding_noise: float
+
+
+def average_logprob_error(results: Collection[SelfCheckResult]) -> float | None:
+    """The mean over all rows of all batch sizes in nats; None without results."""
+    num_rows = sum(result.num_rows for result in results)
+    total = sum(result.mean_logprob_error * result.num_rows for result in results)
+    return total / num_rows if num_rows else None
 
 
 class RunsSteps(Protocol):

@@ -103,7 +103,8 @@ def test_fusing_and_taking_apart_hold_one_group_twice_at_most(fusion):
         # The allocator rounds large tensors up to 2 MiB each.
         assert torch.cuda.max_memory_allocated() <= allocated + largest_group + 8 * MIB
         assert abs(requested_bytes() - requested) <= MIB
-        assert torch.cuda.memory_reserved() <= reserved + largest_group + 40 * MIB
+        # What it keeps are segments of 20 MiB, one more or less by what ran before.
+        assert torch.cuda.memory_reserved() <= reserved + largest_group + 60 * MIB
 
 
 def test_a_captured_graph_follows_weights_written_in_place(fusion):

@@ -12,7 +12,13 @@ from cbexp.engine.compile_modes import build_step_runner
 from cbexp.engine.decode_buffers import allocate_decode_buffers
 from cbexp.engine.model_forward import ModelForward
 from cbexp.engine.sampling import advance
-from cbexp.engine.self_check import Tolerance, _rounding_noise, check_bucket
+from cbexp.engine.self_check import (
+    SelfCheckResult,
+    Tolerance,
+    _rounding_noise,
+    average_logprob_error,
+    check_bucket,
+)
 from cbexp.engine.types import EngineError
 from tests.engine.decode_fixtures import build_buffers, build_decode_model, build_pools, set_rows, state_of
 
@@ -245,3 +251,11 @@ def test_rounding_noise_is_that_of_a_rounded_residual_stream(num_layers):
     logits = [functional.rms_norm(s.float(), (256,)) @ head for s in streams]
     difference = (logits[0] - logits[1]).abs().mean()
     assert difference < _rounding_noise(logits[0].bfloat16(), num_layers) < 3 * difference
+
+
+def test_the_average_error_is_over_rows_not_over_batch_sizes():
+    def result(num_rows, error):
+        return SelfCheckResult(num_rows, num_rows, 0, error, error, 0.0, 0.0, 0.0, 0.0)
+
+    assert average_logprob_error([result(1, 0.9), result(9, 0.1)]) == pytest.approx(0.18)
+    assert average_logprob_error([]) is None
