@@ -29,6 +29,7 @@ from transformers import (
 )
 
 from cbexp.engine import CBSyncConfig, SyncCBDriver
+from cbexp.engine.fused_projections import ProjectionFusion
 
 torch.set_num_threads(1)
 
@@ -168,3 +169,17 @@ def make_driver() -> Iterator[Callable[..., SyncCBDriver]]:
     yield make
     for driver in drivers:
         driver.close()
+
+
+@pytest.fixture
+def fused() -> Iterator[Callable[..., ProjectionFusion]]:
+    """Build projection fusions that are taken apart at the end."""
+    fusions: list[ProjectionFusion] = []
+
+    def make(model: PreTrainedModel, cls: type[ProjectionFusion] = ProjectionFusion) -> ProjectionFusion:
+        fusions.append(cls(model))
+        return fusions[-1]
+
+    yield make
+    for fusion in fusions:
+        fusion.close()
