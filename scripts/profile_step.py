@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from benchmark_setup import StepSetUp, opened_for_steps, write_json
 from kernel_profile import KernelEvent, format_table, part_floors, summarize_kernels, summarize_layer
-from torch.autograd.profiler_util import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from cbexp.engine import EngineError
@@ -53,7 +52,7 @@ def profile_steps(
     events = [
         KernelEvent(event.name, event.time_range.start, _own_us(event, is_cuda))
         for event in profiler.events() or []
-        if (event.device_type == DeviceType.CUDA) == is_cuda and not event.is_user_annotation
+        if (event.device_type.name == "CUDA") == is_cuda and not event.is_user_annotation
     ]
     return events, 2 * num_steps  # the burst that warms up is in it, too
 
