@@ -1,0 +1,68 @@
+"""How far fused steps are from the model's own code in bfloat16, on the rows of answers that a trained model gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import cbexp
+from cbexp.dataset.arithmetic import build_questions
+from cbexp.engine import decode_model, engine_slot
+from cbexp.engine.model_forward import ModelForward
+
+FOLDER = Path(cbexp.__file__).parent / "assets" / "tiny"
+
+
+class BothForwards:
+    """Each step by the model's own code and then fused, on the same tokens and cache; the fused one's tokens count."""
+
+    def __init__(self, own, fused, drifts):
+        self._own, self._fused, self._drifts = own, fused, drifts
+
+    def __call__(self, token_ids, positions):
+        own = self._own.logits(token_ids, positions).float().log_softmax(-1)
+        fused = self._fused.logits(token_ids, positions).float().log_softmax(-1)
+        chosen = fused.argmax(-1, keepdim=True)
+        drift = (fused.gather(1, chosen) - own.gather(1, chosen))[positions >= 0, 0]
+        self._drifts.append(drift.abs().cpu())
+        return chosen[:, 0]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_log_probabilities_of_generated_tokens_are_those_of_the_models_own_code(
+    device, make_driver, monkeypatch
+):
+    drifts = []
+    build_forward = decode_model.DecodeModel._build_forward
+
+    def build_both(self):
+        return BothForwards(ModelForward(self._model, self._pages), build_forward(self), drifts)
+
+    monkeypatch.setattr(decode_model.DecodeModel, "_build_forward", build_both)
+    # Users are told to use fused layers on CUDA alone; plain torch computes the same.
+    monkeypatch.setattr(engine_slot, "check_device", lambda config, device_type: None)
+    model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.bfloat16).to(device).eval()
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+    chats = [
+        [{"role": "user", "content": question.text}] for question in build_questions(32, 7, split="heldout")
+    ]
+    prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=False)
+    driver = make_driver(
+        model,
+        fusion="layers",
+        max_new_tokens=48,
+        max_batch_tokens=4096,
+        eos_token_id=tokenizer.eos_token_id,
+        self_check=False,
+    )
+    drifts.clear()  # of the trial on a small cache
+    driver.add_requests(prompts)
+    num_tokens = sum(map(len, driver.drive_until_empty().values()))
+    assert driver.resolved["fusion"] == "layers"
+    drift = torch.cat(drifts)
+    assert len(drift) == num_tokens - len(prompts)  # the first token of each is its prefill's
+    assert drift.mean() <= 0.01
+    assert drift.max() <= 0.3
