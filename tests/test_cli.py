@@ -394,6 +394,10 @@ def test_keyboard_interrupt_stops_a_sweep(run, experiment):
         (["-m", "cell_timeout_s=1,2"], ["are the same cell"]),
         (["-m", "seed=1,2", "hydra.sweep.subdir=x"], ["would share a folder"]),
         (
+            ["-m", "seed=1,2", "hydra.sweeper.max_batch_size=1"],
+            ["max_batch_size has no effect", "array_parallelism"],
+        ),
+        (
             ["-m", "seed=1,2", "hydra.sweep.subdir=../${hydra.job.num}"],
             ["must be a folder of its own inside"],
         ),

@@ -113,14 +113,19 @@ def expand_sweep(common: DictConfig, config_loader: ConfigLoader) -> list[list[s
     Those of Hydra's own settings, which all jobs share, are not among them.
 
     Raises:
-        ConfigError: another sweeper than Hydra's basic one is chosen, or a launcher that reuses processes, or no value
-            is left to a setting that is swept.
+        ConfigError: another sweeper than Hydra's basic one is chosen, or a limit on its batches, or a launcher that
+            reuses processes, or no value is left to a setting that is swept.
     """
     node = common.hydra
     if node.sweeper["_target_"] != BasicSweeperConf._target_:
         raise ConfigError(
             "hydra/sweeper: only basic is supported, so that every cell is known before the first one runs. For a "
             "search use scripts/wandb_sweep.yaml."
+        )
+    if node.sweeper.max_batch_size is not None:
+        raise ConfigError(
+            "hydra.sweeper.max_batch_size has no effect here: cells start as slots are free. On Slurm use "
+            "hydra.launcher.array_parallelism."
         )
     _check_launcher(common)
     params: dict[str, str] = node.sweeper.params or {}
