@@ -305,20 +305,24 @@ def test_interrupt_while_judging_loses_no_completion(tmp_path, monkeypatch):
     assert len(rows(outcome.run_dir, "completions.jsonl")) == 12
 
 
-def test_interrupt_while_writing_a_round_waits_for_its_end(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR2"])
+def test_interrupt_while_writing_a_round_waits_for_its_end(tmp_path, monkeypatch, name):
+    """By Ctrl-C, or by the signals that end a cell whose time is over."""
     import signal
 
     from cbexp.artifacts import RunDirectory
+    from cbexp.sweep.stop_signals import interrupting_by_stop_signals
 
     original = RunDirectory.append_interrupted_round
 
     def interrupted(self, requests, completions):
         if requests[0].round_index == 1:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.Signals[name])
         return original(self, requests, completions)
 
     monkeypatch.setattr(RunDirectory, "append_interrupted_round", interrupted)
-    outcome = run(tmp_path)
+    with interrupting_by_stop_signals():
+        outcome = run(tmp_path)
     assert outcome.status == "interrupted"
     assert len(rows(outcome.run_dir, "rounds.jsonl")) == 2
     assert len(rows(outcome.run_dir, "requests.jsonl")) == 12

@@ -7,14 +7,34 @@ import pytest
 from cbexp.engine.interrupts import deferring_interrupts
 
 
-def test_interrupt_comes_after_the_body():
+@pytest.fixture(params=["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"])
+def interrupting(request):
+    """A signal that raises KeyboardInterrupt."""
+    number = signal.Signals[request.param]
+    before = signal.signal(number, signal.default_int_handler)
+    yield number
+    signal.signal(number, before)
+
+
+def test_interrupt_comes_after_the_body(interrupting):
     done = []
     with pytest.raises(KeyboardInterrupt), deferring_interrupts():
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(interrupting)
+        signal.raise_signal(interrupting)
         done.append(True)
     assert done == [True]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(interrupting) is signal.default_int_handler
+
+
+def test_ignored_signals_stay_ignored_and_deadly_ones_deadly():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with deferring_interrupts():
+            handlers = [signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGUSR1)]
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert handlers == [signal.SIG_IGN, signal.SIG_DFL]
 
 
 def test_error_of_the_body_is_not_hidden():
