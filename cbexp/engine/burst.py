@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -74,6 +75,15 @@ class BurstRunner:
         end = self._record_event()
         events = None if start is None or end is None else (start, end)
         return Burst(len(rows), bucket, num_steps, events)
+
+    @contextmanager
+    def timing_batch(self) -> Iterator[None]:
+        """Count what the body puts on the current stream, a batch that is no burst, as the device's work."""
+        start = self._record_event()
+        yield
+        end = self._record_event()
+        if start is not None and end is not None:
+            self.idle.add(start, end)
 
     def collect(self, burst: Burst) -> list[list[int]]:
         """Wait for the burst; the tokens that each of its rows has made."""

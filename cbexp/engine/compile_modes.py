@@ -32,6 +32,7 @@ TORCH_MODES: dict[str, str | None] = {
 }
 TREE_MODES = ("reduce_overhead", "max_autotune")
 CAPTURE_MODES = ("cuda_graph", "compiled_cuda_graph")
+GRAPH_MODES = (*TREE_MODES, *CAPTURE_MODES)
 
 
 class StepRunner(Protocol):
@@ -113,7 +114,7 @@ def _build_compiled_step(
 def _check(mode: str, region: CompileRegion, device: torch.device) -> None:
     if mode not in TORCH_MODES:
         raise ValueError(f"mode={mode!r} is not a compile mode: {', '.join(TORCH_MODES)}.")
-    if mode in (*TREE_MODES, *CAPTURE_MODES) and device.type != "cuda":
+    if mode in GRAPH_MODES and device.type != "cuda":
         raise EngineError(f"{mode} captures CUDA graphs, and the model is on {device}.")
     if region == "layer" and (TORCH_MODES[mode] is None or mode in TREE_MODES):
         raise EngineError(f"region='layer' does not go with {mode}, which compiles no layers.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from cbexp.engine.attention_paths import describe_attention_path
 from cbexp.engine.batch_shapes import BatchShapes
 from cbexp.engine.burst import Burst, BurstRunner
 from cbexp.engine.cb_internals import PagedAttentionCache, build_page_pools
-from cbexp.engine.compile_modes import StepRunner, build_step_runner
+from cbexp.engine.compile_modes import GRAPH_MODES, StepRunner, build_step_runner
 from cbexp.engine.compile_stats import CompileStats
 from cbexp.engine.decode_buffers import allocate_decode_buffers
 from cbexp.engine.decode_model import DecodeModel
@@ -70,7 +71,7 @@ class Decoder:
 
     def begin(self) -> None:
         """Take the model over for a drive; what was compiled or captured from weights that have moved is dropped."""
-        self.interrupt()
+        self._bursts.idle.begin()
         if self._model.begin():
             self._drop_runner()
         if self._runner is None:
@@ -93,9 +94,9 @@ class Decoder:
         """Wait for a burst; the tokens that each of its rows has made."""
         return self._bursts.collect(burst)
 
-    def interrupt(self) -> None:
-        """Something else than a burst runs now."""
-        self._bursts.idle.interrupt()
+    def timing_batch(self) -> AbstractContextManager[None]:
+        """Count what the body runs, a batch that is no burst, as the device's work."""
+        return self._bursts.timing_batch()
 
     def prefill(self, batch: dict[str, Any], num_rows: int) -> Tensor | None:
         """Next tokens of transformers' packed batch by fused kernels; None where the model's own code has to run it."""
@@ -140,13 +141,15 @@ class Decoder:
 
     @property
     def stats(self) -> dict[str, Any]:
-        """`CompileStats` for the weights as they lie now, and the `device_idle_share` between bursts (None: no GPU).
+        """`CompileStats` for the weights as they lie now, and the `device_idle_share`.
 
+        That is of drives, between bursts and batches of prompts; None without a GPU, and where the host launches each
+        kernel of a burst: the device then waits within bursts, which their events do not tell.
         `mean_logprob_error` and `max_logprob_error` are over the rows of all self-checks (None: nothing was checked).
         """
         stats = CompileStats() if self._runner is None else self._runner.stats
         return asdict(stats) | {
-            "device_idle_share": self._bursts.idle.share,
+            "device_idle_share": self._bursts.idle.share if self.settings.mode in GRAPH_MODES else None,
             "mean_logprob_error": average_logprob_error(self._checks.values()),
             "max_logprob_error": max((c.max_logprob_error for c in self._checks.values()), default=None),
         }

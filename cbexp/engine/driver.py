@@ -84,9 +84,10 @@ class SyncCBDriver:
 
     @property
     def compile_stats(self) -> dict[str, Any]:
-        """Counts and seconds of compiling and capturing, as `CompileStats`, and `device_idle_share` between bursts.
+        """What compiling and capturing came to, as `CompileStats`, what self-checks found, and `device_idle_share`.
 
-        Empty where every step is one of transformers' own, and before there is a cache.
+        That is the part of drives in which the device waited between bursts and batches of prompts (None: no GPU, or a
+        mode without graphs). Empty where every step is one of transformers' own, and before there is a cache.
         """
         return self._slot.compile_stats
 

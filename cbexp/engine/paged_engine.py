@@ -6,7 +6,7 @@ Requests in, tokens out, and a cache that is empty between drives.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -188,11 +188,10 @@ class PagedEngine:
         self._scheduler.admission = admission
         if not self._processor.prepare_next_batch():
             return None
-        if self._decoder is not None:
-            self._decoder.interrupt()
         batch: list[FutureRequestState] = list(self._inputs.requests_in_batch)
         kind, used_fraction = _step_kind(batch), self.cache_used_fraction
-        self._run_forward(model)
+        with nullcontext() if self._decoder is None else self._decoder.timing_batch():
+            self._run_forward(model)
         self._processor.update_batch()
         return EngineStep(
             kind=kind,
