@@ -77,7 +77,7 @@ def test_default_experiment_is_whole_and_has_nothing_idle():
         (lambda: CacheConfig(block_sharing="On"), ["cache.block_sharing=On", "auto, on, off"]),
         (lambda: CacheConfig(num_tokens=16, page_size=32), ["cache.num_tokens=16", "at least 32"]),
         (lambda: CacheConfig(max_batch_tokens=8, max_requests_per_batch=9), ["cache.max_batch_tokens=8"]),
-        (lambda: CacheConfig(max_memory_fraction=1.5), ["cache.max_memory_fraction=1.5"]),
+        (lambda: CacheConfig(max_memory_fraction=0.95), ["cache.max_memory_fraction=0.95", "(0, 0.9]"]),
         (lambda: CompileConfig(mode="reduce-overhead"), ["Did you mean 'reduce_overhead'?"]),
         (lambda: CompileConfig(recompile_limit=0), ["compile.recompile_limit=0"]),
         (lambda: CompileConfig(region="layers"), ["compile.region=layers", "Did you mean 'layer'?"]),
@@ -193,6 +193,8 @@ def test_sampling_limit_wins_over_the_model_default():
         ({"adapter": AdapterConfig(kind="lora", rank=8, merged=True)}, []),
         ({"sampling": SamplingConfig(ignore_eos=True, eos_token_ids=[3])}, ["sampling.eos_token_ids=[3]"]),
         ({"sampling": SamplingConfig(eos_token_ids=[3])}, []),
+        ({"sampling": SamplingConfig(pad_token_id=0)}, ["sampling.pad_token_id=0"]),
+        ({"sampling": SamplingConfig(pad_token_id=0), "driver": DriverConfig("generate")}, []),
         ({"cache": CacheConfig(num_tokens=4096, max_memory_fraction=0.5)}, ["cache.max_memory_fraction=0.5"]),
         (
             {

@@ -26,8 +26,9 @@ BATCH_SHAPES = ("natural", "buckets", "full")
 DRIVERS = ("sync", "manager", "generate", "vllm")
 SCHEDULERS = ("fifo", "prefill_first")
 BLOCK_SHARING = ("auto", "on", "off")
-# Of the engine (cbexp.engine.settings), which this module does not import.
+# Of the engine (cbexp.engine.settings, cb_internals), which this module does not import.
 MAX_BUCKET, MAX_BURST = 1024, 4096
+MAX_MEMORY_FRACTION = 0.9
 
 
 @dataclass
@@ -54,8 +55,11 @@ class CacheConfig:
         check_at_least("cache.num_tokens", self.num_tokens, self.page_size or 1)
         check_at_least("cache.max_requests_per_batch", self.max_requests_per_batch, 1)
         check_at_least("cache.max_batch_tokens", self.max_batch_tokens, self.max_requests_per_batch or 1)
-        if not 0 < self.max_memory_fraction <= 1:
-            raise ConfigError(f"cache.max_memory_fraction={self.max_memory_fraction} must be in (0, 1].")
+        if not 0 < self.max_memory_fraction <= MAX_MEMORY_FRACTION:
+            raise ConfigError(
+                f"cache.max_memory_fraction={self.max_memory_fraction} must be in (0, {MAX_MEMORY_FRACTION}]: the "
+                "rest is for what a step computes."
+            )
 
 
 @dataclass

@@ -64,6 +64,9 @@ def _find_in_adapter(config: ExperimentConfig) -> Iterator[str]:
 
 def _find_in_sampling(config: ExperimentConfig) -> Iterator[str]:
     sampling = config.sampling
+    if config.driver.name != "generate":
+        reason = f"driver={config.driver.name}, which pads no prompt"
+        yield from _describe("sampling", sampling, {"pad_token_id"}, reason)
     if sampling.ignore_eos:
         yield from _describe("sampling", sampling, {"eos_token_ids"}, "sampling.ignore_eos=true")
     if sampling.median_new_tokens is None:
