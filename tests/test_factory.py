@@ -465,7 +465,7 @@ def test_a_dry_run_counts_by_hand(free_memory):
     json.dumps(report.to_dict())
     lines = dict(report.rows())
     assert lines["KV per token"] == "256 bytes"
-    assert lines["at once"] == "8 requests fit, a round has 8"
+    assert lines["at once"] == "8 of the 8 requests of a round"
     assert all(len(label) <= 12 for label in lines)
 
 
@@ -481,6 +481,20 @@ def test_a_dry_run_says_what_to_lower(free_memory):
     )
     assert report.requests_that_fit < 100
     assert report.advice
+
+
+def test_a_dry_run_counts_requests_of_different_lengths_and_no_more_than_a_batch_has(free_memory):
+    """A cache of exactly what a round needs holds all of it, though no request but one is of the greatest length."""
+    settings = {"page_size": 16, "lengths": (4, 100), "num_prompts": 20, "max_new_tokens": 12}
+    report = summarize_dry_run(experiment(**settings))
+    assert report.cache_tokens_asked < 20 * report.longest_request_tokens
+    assert (report.requests_that_fit, report.advice) == (20, [])
+    report = summarize_dry_run(experiment(**settings, max_requests_per_batch=7))
+    assert (report.requests_that_fit, report.advice) == (7, [])
+    half = report.cache_tokens_asked // 2
+    report = summarize_dry_run(experiment(**settings, num_tokens=half))
+    assert 0 < report.requests_that_fit < 20
+    assert report.advice[0].startswith("only to run all requests at once")
 
 
 def test_a_dry_run_reads_no_prompts_and_says_so(monkeypatch, free_memory):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from cbexp.config import ExperimentConfig
@@ -21,8 +23,9 @@ ASSUMED_PROMPT_TOKENS = 256
 class DryRunReport:
     """Bytes and tokens of a job. A request is counted at full length: prompt and all new tokens, in whole pages.
 
-    `cache_tokens_asked` is what was set, else what a round needs. `tokens_that_fit` and `requests_that_fit` are what is
-    left of `free_bytes` after the weights, within `cache.max_memory_fraction`. `advice` is empty when everything fits.
+    `cache_tokens_asked` is what was set, else what a round needs. `tokens_that_fit` are what is left of `free_bytes`
+    after the weights, within `cache.max_memory_fraction`; `requests_that_fit` those that run at once, in their order,
+    no more than a batch may have. `advice` is empty when everything fits.
     """
 
     model: str
@@ -67,7 +70,7 @@ class DryRunReport:
             ),
             ("cache asked", f"{self.cache_tokens_asked:,} tokens"),
             ("cache fits", f"{self.tokens_that_fit:,} tokens"),
-            ("at once", f"{self.requests_that_fit:,} requests fit, a round has {self.num_requests:,}"),
+            ("at once", f"{self.requests_that_fit:,} of the {self.num_requests:,} requests of a round"),
             *(("to lower", line) for line in self.advice),
             *(("warning", line) for line in self.warnings),
         ]
@@ -103,7 +106,9 @@ def summarize_dry_run(config: ExperimentConfig) -> DryRunReport:
         num_requests=num_requests,
         cache_tokens_asked=asked,
         tokens_that_fit=tokens_that_fit,
-        requests_that_fit=min(asked, tokens_that_fit) // longest,
+        requests_that_fit=_count_fitting(
+            plan, at_full_length, config.dataset.num_generations, min(asked, tokens_that_fit)
+        ),
         advice=[],
         warnings=plan.warnings,
     )
@@ -146,6 +151,15 @@ def _tokens_that_fit(
     return cost.tokens_within(budget_bytes) // plan.page_size * plan.page_size
 
 
+def _count_fitting(
+    plan: RunPlan, at_full_length: Sequence[int], num_generations: int, num_tokens: int
+) -> int:
+    """How many requests `num_tokens` hold at full length, in their order, up to the largest batch."""
+    pages = (math.ceil(length / plan.page_size) for length in at_full_length for _ in range(num_generations))
+    num_fitting = sum(total * plan.page_size <= num_tokens for total in accumulate(pages))
+    return min(num_fitting, plan.max_requests_per_batch)
+
+
 def _describe_sliding_layers(plan: RunPlan) -> str | None:
     layout = plan.layout
     if layout.num_sliding_layers == 0:
@@ -165,7 +179,7 @@ def _advise(plan: RunPlan, report: DryRunReport) -> list[str]:
         advice.append(f"cache.num_tokens={plan.cache_tokens} to {report.tokens_that_fit} at most")
     if report.requests_that_fit == 0:
         advice.append("sampling.max_new_tokens or the prompts' lengths: not one request fits at full length")
-    elif report.requests_that_fit < report.num_requests:
+    elif report.requests_that_fit < min(report.num_requests, plan.max_requests_per_batch):
         advice.append(
             f"only to run all requests at once ({report.requests_that_fit} do, the others wait): dataset.num_prompts, "
             "dataset.num_generations or sampling.max_new_tokens"
