@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import sqrt
 from pathlib import Path
 from typing import Literal
 
 from cbexp.report import bootstrap
+from cbexp.report.accuracy import STANDARD_ERRORS, is_less_accurate
 from cbexp.report.baseline import Ratio, ratio_between
 from cbexp.report.errors import ReportError
 from cbexp.report.labels import label_runs, telling_overrides
@@ -20,7 +20,6 @@ Verdict = Literal[
 
 DEFAULT_THRESHOLD = 0.02
 REGRESSIONS: tuple[Verdict, ...] = ("slower", "failed", "missing", "less accurate")
-STANDARD_ERRORS = 1.96  # 95 % of a normal distribution, two-sided
 # Exit statuses; 2 is that of a command that cannot be carried out.
 NO_REGRESSION, REGRESSION, UNCLEAR = 0, 1, 3
 
@@ -110,7 +109,7 @@ def _judge(labels: Mapping[Path, str], old: Run | None, new: Run | None, thresho
         ratio = ratio_between(new, old)
     except ReportError as refusal:
         return change("unclear", str(refusal))
-    if _is_less_accurate(old, new):
+    if is_less_accurate(new, old):
         accuracies = f"from {old.figure('accuracy'):.1%} to {new.figure('accuracy'):.1%}"
         return change("less accurate", f"correct completions fell {accuracies}", ratio)
     return change(*_judge_ratio(ratio, threshold), ratio)
@@ -122,18 +121,3 @@ def _judge_ratio(ratio: Ratio, threshold: float) -> tuple[Verdict, str]:
     if ratio.interval.high < 1 - threshold:
         return "slower", ""
     return ("faster" if ratio.interval.low > 1 + threshold else "no clear change"), ""
-
-
-def _is_less_accurate(old: Run, new: Run) -> bool:
-    """Two proportions, taken as independent; of the same prompts their difference varies less than that."""
-    before, after = _accuracy(old), _accuracy(new)
-    if before is None or after is None:
-        return False
-    variance = sum(share * (1 - share) / num_judged for share, num_judged in (before, after))
-    return before[0] - after[0] > STANDARD_ERRORS * sqrt(variance)
-
-
-def _accuracy(run: Run) -> tuple[float, float] | None:
-    """Share of correct completions, and how many one round judges: the others judge the same prompts again."""
-    share, num_judged, num_rounds = (run.figure(name) for name in ("accuracy", "num_judged", "num_rounds"))
-    return (share, num_judged / num_rounds) if share is not None and num_judged and num_rounds else None

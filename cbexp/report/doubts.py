@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from cbexp.report.accuracy import is_less_accurate
 from cbexp.report.json_files import lookup, number, strings
 from cbexp.report.run import Run
 
@@ -17,7 +18,16 @@ def find_doubts(runs: Sequence[Run]) -> dict[str, list[Run]]:
     for run in runs:
         for doubt in [*_doubts_of_figures(run), *_doubts_of_environment(run), *run.remarks]:
             doubts.setdefault(doubt, []).append(run)
+    if wrong := [run for run in runs if _is_wrong_more_often(run, runs)]:
+        doubts["fewer correct completions than another run of the same work, beyond chance"] = wrong
     return doubts
+
+
+def _is_wrong_more_often(run: Run, runs: Sequence[Run]) -> bool:
+    work = run.fact("workload_hash")
+    return work is not None and any(
+        other.fact("workload_hash") == work and is_less_accurate(run, other) for other in runs
+    )
 
 
 def _doubts_of_figures(run: Run) -> Iterator[str]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cbexp.report.accuracy import is_less_accurate
 from cbexp.report.baseline import Ratio, ratio_between
 from cbexp.report.environments import describe_environment
 from cbexp.report.json_files import Reader, strings
@@ -28,13 +29,15 @@ class Lead:
     """`same`: runs that did the same as the fastest, in effect; `idle`: what its settings and theirs said of that.
 
     `rival` is the fastest of the others, `ratio` the fastest run's to it. `is_shared`: one of the `same` is slower than
-    the rival, so that being ahead is a matter of luck.
+    the rival, so that being ahead is a matter of luck. `more_right`: the most accurate of all runs of the work, where
+    the fastest one's answers are wrong more often than its.
     """
 
     same: Sequence[Row]
     idle: Sequence[str]
     rival: Row | None
     ratio: Ratio | None
+    more_right: Row | None
 
     @property
     def is_shared(self) -> bool:
@@ -60,7 +63,15 @@ def find_lead(rows: Sequence[Row], run_of: Mapping[str, Run]) -> Lead:
         for run in (best, *(run_of[row["folder"]] for row in same))
         for sentence in _idle_settings(run).values()
     )
-    return Lead(same, list(told), rival, ratio)
+    return Lead(same, list(told), rival, ratio, _find_more_right(rows, run_of))
+
+
+def _find_more_right(rows: Sequence[Row], run_of: Mapping[str, Run]) -> Row | None:
+    judged = [row for row in rows if row["accuracy"] is not None]
+    if not judged or rows[0]["accuracy"] is None:
+        return None
+    rightest = max(judged, key=lambda row: float(row["accuracy"]))
+    return rightest if is_less_accurate(run_of[rows[0]["folder"]], run_of[rightest["folder"]]) else None
 
 
 def are_same_in_effect(one: Run, other: Run) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cbexp.report.errors import ReportError
+from cbexp.report.lead_words import describe_leads
 from cbexp.report.numbers_of_rows import format_numbers
 from cbexp.report.peak_memory import find_peak_memory
 from cbexp.report.rows import Row, run_rows
@@ -118,8 +119,8 @@ def _headers(works: Sequence[Work]) -> list[str]:
 
 
 def _notes(rows: Sequence[Row], works: Sequence[Work], baseline: str | None) -> list[str]:
-    """What the ratios are to, what each of several works is, and which runs are not the reader's own."""
-    notes = describe_baselines(rows, baseline)
+    """What leads, what the ratios are to, what each of several works is, and which runs are not the reader's own."""
+    notes = [*describe_leads(works, rows), *describe_baselines(rows, baseline)]
     for work in works if len(works) > 1 else ():
         words = f": {work.shared_words}" if work.shared_words else ""
         notes.append(f"work {work.letter}: {work.description}{words}")

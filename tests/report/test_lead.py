@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from cbexp.report import load_runs, run_rows
+from cbexp.report import format_report, load_runs, run_rows
 from cbexp.report.lead import are_same_in_effect
 from cbexp.report.page import build_page
 from cbexp.report.page_table import TIMES
@@ -105,3 +105,29 @@ def test_damaged_settings_are_taken_for_different(make_cell, content):
     else:
         (other / "config.yaml").write_text(content)
     assert not are_same_in_effect(*load_runs([one, other]))
+
+
+@pytest.mark.parametrize(("num_correct", "is_told"), [(60, True), (2840, False)])
+def test_a_winner_that_is_wrong_more_often_is_told(make_run, num_correct, is_told):
+    """Of 3,000 answers in five rounds; 2,850 of the other run's are right."""
+    right = {"num_judged": 3000, "num_correct": 2850, "accuracy": 0.95}
+    wrong = {"num_judged": 3000, "num_correct": num_correct, "accuracy": num_correct / 3000}
+    slow = make_run("slow", ["compile=eager"], **right)
+    fast = make_run("fast", ["compile=default"], [0.5, 0.51, 0.52, 0.53, 0.54], **wrong)
+    card, text = card_of(slow, fast), format_report(load_runs([slow, fast]))
+    assert (
+        "Its answers are wrong more often than those of #2, beyond chance: 95.0% of those" in card
+    ) == is_told
+    assert ("#1 is ahead of #2 beyond the noise: " in text) and "Ahead of the runner-up" in card
+    assert ("; its answers are wrong more often than those of #2, beyond chance" in text) == is_told
+    assert ("note: fewer correct completions than another run of the same work" in text) == is_told
+
+
+def test_leads_are_told_on_the_terminal(make_cell):
+    folders = [make_cell("generate", cache, wall_s) for cache, wall_s in ((1, 1.0), (2, 1.1), (None, 1.2))]
+    folders += [make_cell("sync", 1, 1.01)]
+    text = format_report(load_runs(folders))
+    assert "#1 is not clearly ahead of #2: 1.01x (" in text
+    assert "; #3-4: the same in effect" in text
+    one_round = format_report(load_runs([make_cell("sync", 3, 1.0, num_rounds=1), make_cell("sync", 4, 2.0)]))
+    assert "#1 makes 2.04x what #2 does; too few rounds to tell" in one_round

@@ -1,0 +1,24 @@
+"""Whether a run's answers are wrong more often than another's, beyond chance."""
+
+from __future__ import annotations
+
+from math import sqrt
+
+from cbexp.report.run import Run
+
+STANDARD_ERRORS = 1.96  # 95 % of a normal distribution, two-sided
+
+
+def is_less_accurate(run: Run, than: Run) -> bool:
+    """Two proportions, taken as independent; of the same prompts their difference varies less than that."""
+    before, after = _accuracy(than), _accuracy(run)
+    if before is None or after is None:
+        return False
+    variance = sum(share * (1 - share) / num_judged for share, num_judged in (before, after))
+    return before[0] - after[0] > STANDARD_ERRORS * sqrt(variance)
+
+
+def _accuracy(run: Run) -> tuple[float, float] | None:
+    """Share of correct completions, and how many one round judges: the others judge the same prompts again."""
+    share, num_judged, num_rounds = (run.figure(name) for name in ("accuracy", "num_judged", "num_rounds"))
+    return (share, num_judged / num_rounds) if share is not None and num_judged and num_rounds else None
