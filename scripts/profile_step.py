@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from cbexp.engine import EngineError
 from cbexp.engine.bandwidth import weight_bytes_by_parameter
-from cbexp.environment import quiet_libraries
+from cbexp.environment import collect_environment, quiet_libraries
 from cbexp.errors import CbexpError
 
 
@@ -107,6 +107,7 @@ def main() -> None:
     if arguments.output is not None and arguments.output.exists():
         sys.exit(f"{arguments.output} is there already: results are never overwritten")
     quiet_libraries()
+    environment = collect_environment()
     shapes = [(arguments.batch, arguments.context)]
     try:
         with opened_for_steps(
@@ -116,7 +117,7 @@ def main() -> None:
     except (CbexpError, EngineError, torch.OutOfMemoryError) as error:
         sys.exit(f"{type(error).__name__}: {error}")
     if arguments.output is not None:
-        write_json(arguments.output, figures)
+        write_json(arguments.output, figures | {"environment": environment})
     sys.stdout.write(describe(figures))
 
 

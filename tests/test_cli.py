@@ -446,6 +446,25 @@ def test_bad_own_yaml_is_one_message(run, tmp_path, text, fragments):
     assert list(Path.cwd().iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("text", "fragments"),
+    [
+        ("num_rounds: 2\n", ["experiment/own.yaml: begin it with the line '# @package _global_'"]),
+        (
+            "# @package _global_\ncache: small\n",
+            ["experiment/own.yaml: cache is a group", "- override /cache: small"],
+        ),
+        ("# @package _global_\nnum_round: 2\n", ["experiment/own.yaml: there is no setting num_round."]),
+    ],
+)
+def test_bad_own_experiment_says_what_to_write(run, tmp_path, text, fragments):
+    (tmp_path / "own" / "experiment").mkdir(parents=True)
+    (tmp_path / "own" / "experiment" / "own.yaml").write_text(text)
+    result = run("--config-dir", str(tmp_path / "own"), "experiment=own")
+    assert result.code == 2
+    assert all(fragment in result.err for fragment in fragments), result.err
+
+
 def test_launcher_of_an_extra_says_how_to_get_it(run, monkeypatch):
     monkeypatch.setattr("cbexp.cli.composer._is_installed", lambda module: False)
     result = run("-m", "seed=1,2", "hydra/launcher=slurm")

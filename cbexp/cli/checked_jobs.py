@@ -88,7 +88,8 @@ def refuse_equal_cells(jobs: Sequence[CheckedJob]) -> None:
         if other is not job:
             raise ConfigError(
                 f"jobs {other.index} ({' '.join(other.own_overrides)}) and {job.index} ({' '.join(job.own_overrides)}) "
-                "are the same cell: they differ at most in tracking and in where results go. Repeat by seed=1,2,3."
+                "are the same cell: they differ at most in tracking and in where results go. num_rounds repeats "
+                "the same work."
             )
 
 

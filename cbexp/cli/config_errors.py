@@ -32,6 +32,7 @@ _TYPE_NAMES = {
 }
 _INTERNAL_LINE = re.compile(r"\s*(full_key|object_type|reference_type)\b")
 _YAML_FILE = re.compile(r"In '([^']+)': ")
+_VALUE_FOR_GROUP = re.compile(r"is not a subclass of (\w+)Config\. value: (.*)")
 
 
 def explain_error(error: BaseException, overrides: Sequence[str], groups: Mapping[str, Sequence[str]]) -> str:
@@ -49,6 +50,8 @@ def explain_error(error: BaseException, overrides: Sequence[str], groups: Mappin
             return _explain_unknown_choice(str(cause.missing_cfg_file), cause.options)
         if isinstance(cause, OverrideParseException):
             return _explain_unreadable_override(cause)
+        if misplaced := _explain_experiment(str(cause), groups):
+            return misplaced
         if isinstance(cause, OmegaConfBaseException) and cause.full_key:
             key = cause.full_key.partition("[")[0]
             return _locate(key, overrides, error) + _explain_key(key, cause, groups)
@@ -87,6 +90,24 @@ def _walk_causes(error: BaseException | None) -> Iterator[BaseException]:
 def _first_lines(error: BaseException) -> str:
     lines = [line for line in str(error).strip().splitlines() if not _INTERNAL_LINE.match(line)]
     return "\n".join(lines[:6]) or type(error).__name__
+
+
+def _explain_experiment(message: str, groups: Mapping[str, Sequence[str]]) -> str | None:
+    """What an experiment's yaml lacks, or has where it does not belong; None where that is not what is wrong."""
+    in_yaml = _YAML_FILE.match(message)
+    if in_yaml is None:
+        return None
+    place = in_yaml.group(1)
+    value = _VALUE_FOR_GROUP.search(message)
+    if value and value.group(1).lower() in groups:
+        group, choice = value.group(1).lower(), value.group(2)
+        return (
+            f"{place}.yaml: {group} is a group of settings and not {choice}. To choose it, write under defaults: "
+            f"- override /{group}: {choice}"
+        )
+    if place.startswith("experiment/") and "Key 'experiment' not in" in message:
+        return f"{place}.yaml: begin it with the line '# @package _global_', for what it sets lies in other groups."
+    return None
 
 
 def _explain_unknown_choice(missing_file: str, options: Sequence[str]) -> str:
