@@ -95,4 +95,4 @@ class StepLike(Protocol):
 
     @property
     def cache_used_fraction(self) -> float:
-        """Share of the cache in use after it."""
+        """Share of the cache in use at its start."""

@@ -55,7 +55,7 @@ def summarize_run(
     the driver counted over the whole run, warmup included: `COMPILE_STATS`, of which what it lacks is None.
 
     Keys that scripts of this field read:
-        backend: the driver (sync, manager, generate). compile_mode, attn_impl, lora_adapter: as resolved.
+        backend: the driver (sync, manager, generate, vllm). compile_mode, attn_impl, lora_adapter: as resolved.
         n_prompts: prompts a round, each with `num_generations` requests. max_new_tokens: the limit of a request.
         wall_times_s: seconds of each timed round; median_wall_s: their median.
         n_decoded_tokens: completion tokens of the median round, counted (EOS included).

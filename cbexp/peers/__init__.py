@@ -1,1 +1,1 @@
-"""The same job by other means, for honest comparison: transformers' threaded manager and its `generate`."""
+"""The same job by other means, for honest comparison: transformers' threaded manager, its `generate`, vLLM."""

@@ -34,7 +34,7 @@ PAGE_SIZE = 256
 PAGE_SIZE_WITH_SHARING = 32
 PAGE_SIZE_OF_VLLM = 16
 PAGED_CACHE_KEYS = ("cache_tokens", "page_size", "block_sharing", "scheduler", "max_batch_tokens")
-# Beyond it, a step's logits and the scheduler's host work outweigh what a larger batch gains; upstream's own bound.
+# A round of so many runs at once with every paged driver alike, so that they compare; upstream's own bound.
 MAX_REQUESTS_PER_BATCH = 1024
 
 
