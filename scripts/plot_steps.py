@@ -70,6 +70,7 @@ def draw(rows: list[Row], output: Path) -> None:
         axis.yaxis.set_minor_formatter(NullFormatter())
         axis.grid(visible=True, which="both", alpha=0.3)
         if lines:
+            axis.plot([], [], linestyle="--", color="gray", label="floor: bytes / bandwidth")
             axis.legend(fontsize="small")
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=150)
