@@ -56,7 +56,7 @@ def draw(rows: list[Row], output: Path) -> None:
     from matplotlib import pyplot
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    figure, axes = pyplot.subplots(1, 2, figsize=(13, 5), layout="constrained")
+    figure, axes = pyplot.subplots(1, 2, figsize=(13, 6), layout="constrained")
     for axis, along, other in zip(axes, ("batch", "context"), ("context", "batch"), strict=True):
         lines = group_lines(rows, along, other)
         for label, line in lines.items():
@@ -71,7 +71,7 @@ def draw(rows: list[Row], output: Path) -> None:
         axis.grid(visible=True, which="both", alpha=0.3)
         if lines:
             axis.plot([], [], linestyle="--", color="gray", label="floor: bytes / bandwidth")
-            axis.legend(fontsize="small")
+            axis.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2)
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=150)
 
