@@ -1,5 +1,6 @@
 """Names, defaults, units and checks of every setting; the one place where defaults live."""
 
+from cbexp.cell_settings import SWEEP_SETTINGS
 from cbexp.config.defaults import list_changed_fields
 from cbexp.config.engine import (
     BATCH_SHAPES,
@@ -20,7 +21,6 @@ from cbexp.config.engine import (
 from cbexp.config.experiment import (
     ISOLATIONS,
     MAX_SEED,
-    SWEEP_SETTINGS,
     ExperimentConfig,
     SweepInfo,
     from_plain_dict,

@@ -17,15 +17,13 @@ from cbexp.errors import ConfigError
 
 MAX_SEED = 2**63 - 1  # PyTorch's
 ISOLATIONS = ("process", "none")
-# How the cells of a sweep are run, which changes nothing of what one of them does.
-SWEEP_SETTINGS = ("isolation", "cell_timeout_s", "resume", "resume_force")
 
 
 @dataclass
 class ExperimentConfig:
     """One job, whole. `stats_path`: a further place for the summary, relative to the launch folder.
 
-    Of a sweep (`SWEEP_SETTINGS`): `isolation` says whether each cell runs in a process of its own, which
+    Of a sweep (`cbexp.cell_settings`): `isolation` says whether each cell runs in a process of its own, which
     `cell_timeout_s` ends; `resume` names the sweep of which to run what is missing (a folder, or `latest`), and
     `resume_force` does so over another commit or other versions.
     """

@@ -6,19 +6,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from cbexp.cell_settings import SETTINGS_OUTSIDE_A_CELL
 from cbexp.report.run import Run
 
 # What changes nothing of the work or how it is done; a single run's folder or name says such things.
-IDLE_KEYS = (
-    "hydra",
-    "tracking",
-    "artifacts",
-    "resume",
-    "resume_force",
-    "isolation",
-    "cell_timeout_s",
-    "name",
-)
+IDLE_KEYS = (*SETTINGS_OUTSIDE_A_CELL, "hydra", "artifacts")
 
 
 def label_runs(runs: Sequence[Run]) -> dict[Path, str]:

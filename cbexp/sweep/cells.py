@@ -10,13 +10,12 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from cbexp.config import SWEEP_SETTINGS, ExperimentConfig, SweepInfo, from_plain_dict, to_plain_dict
+from cbexp.cell_settings import SETTINGS_OUTSIDE_A_CELL
+from cbexp.config import ExperimentConfig, SweepInfo, from_plain_dict, to_plain_dict
 from cbexp.errors import ResultsError
 from cbexp.files import replace_text
 
 CELL, CONFIG, LOG = "cell.json", "config.yaml", "log.txt"
-# Where results go and who hears of them: a cell is the same with any of it.
-SETTINGS_OUTSIDE_THE_HASH = {*SWEEP_SETTINGS, "tracking", "name", "stats_path", "dry_run"}
 HASH_LENGTH = 16
 
 
@@ -40,7 +39,7 @@ class Cell:
 def hash_config(config: ExperimentConfig) -> str:
     """Return the hash of the resolved settings but for those that say where results go."""
     settings = {
-        key: value for key, value in to_plain_dict(config).items() if key not in SETTINGS_OUTSIDE_THE_HASH
+        key: value for key, value in to_plain_dict(config).items() if key not in SETTINGS_OUTSIDE_A_CELL
     }
     text = json.dumps(_with_text_keys(settings), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:HASH_LENGTH]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from cbexp.cell_settings import SETTINGS_OUTSIDE_A_CELL
 from cbexp.report.command_line import main
 
 STEADY = (1.0, 1.01, 1.02, 1.03, 1.04)
@@ -39,6 +40,18 @@ def test_slower_beyond_the_noise_is_a_regression(compare):
     assert "slower" in verdict_of(output, "seed=2")
     assert "REGRESSION: 1 slower, 1 no clear change" in output
     assert "lies below 0.98" in " ".join(output.split())
+
+
+@pytest.mark.parametrize("key", SETTINGS_OUTSIDE_A_CELL)
+def test_cells_are_paired_whatever_their_settings_that_are_no_part_of_them(make_run, tmp_path, capsys, key):
+    for side in ("old", "new"):
+        for seed in ("seed=1", "seed=2"):
+            make_run(f"{side}/{seed}", [seed, f"{key}={side}_{seed[-1]}"])
+    status = main(["compare", str(tmp_path / "old"), str(tmp_path / "new")])
+    output = capsys.readouterr().out
+    assert status == 0
+    assert "no regression: 2 no clear change" in output
+    assert key not in output
 
 
 def test_slower_within_the_noise_is_none(compare):
