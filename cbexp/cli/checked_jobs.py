@@ -38,13 +38,17 @@ class CheckedJob:
 
 @dataclass(frozen=True)
 class CheckedCommand:
-    """What a command line will run, in order. `output_dir` is the run's or sweep's, but for the time in its name."""
+    """What a command line will run, in order.
+
+    `output_dir` is the run's or sweep's, but for the time that a name with one has (`has_dated_dir`).
+    """
 
     jobs: list[CheckedJob]
     output_dir: Path
     name: str
     is_multirun: bool
     is_local: bool
+    has_dated_dir: bool = True
 
 
 def refuse_collisions(jobs: Sequence[CheckedJob]) -> None:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from hydra import version
 from hydra._internal.core_plugins.basic_launcher import BasicLauncherConf
@@ -202,6 +202,12 @@ def find_sweep_dir(common: DictConfig) -> Path:
     """Return the folder of a multirun, but for the time in its name, which is of this moment."""
     with _hydra_config(common):
         return Path(common.hydra.sweep.dir)
+
+
+def is_sweep_dir_dated(common: DictConfig) -> bool:
+    """Whether the folder of a multirun has the time in its name."""
+    written: Any = OmegaConf.to_container(common.hydra.sweep, resolve=False)
+    return "${now:" in written["dir"]
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from cbexp.cli.composer import (
     expand_sweep,
     find_sweep_dir,
     has_basic_launcher,
+    is_sweep_dir_dated,
     list_overrides,
     open_composer,
     parse_overrides,
@@ -86,7 +87,12 @@ def check_command(args: Namespace, conf_dir: Path, indices: Sequence[int] | None
         with _explained(args.overrides, composer):
             sweep_dir = find_sweep_dir(common)
     return CheckedCommand(
-        jobs, sweep_dir, str(common.name), is_multirun=True, is_local=has_basic_launcher(common)
+        jobs,
+        sweep_dir,
+        str(common.name),
+        is_multirun=True,
+        is_local=has_basic_launcher(common),
+        has_dated_dir=is_sweep_dir_dated(common),
     )
 
 

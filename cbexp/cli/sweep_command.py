@@ -41,7 +41,8 @@ def run_sweep(command: CheckedCommand, args: Namespace, argv: Sequence[str], con
     if resume is None:
         sweep_folder = claim_folder(command.output_dir).absolute()
     else:
-        sweep_folder = find_sweep(resume, command.output_dir.parent).absolute()
+        name = None if command.has_dated_dir else command.output_dir.name
+        sweep_folder = find_sweep(resume, command.output_dir.parent, name).absolute()
     with locked(sweep_folder):
         if resume is None:
             plan = begin_sweep(command, argv, sweep_folder)

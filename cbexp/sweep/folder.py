@@ -6,6 +6,7 @@ import errno
 import fcntl
 import itertools
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -83,8 +84,10 @@ def _lock(descriptor: int, sweep_folder: Path) -> None:
             ) from error
 
 
-def find_sweep(resume: str, outputs: Path) -> Path:
+def find_sweep(resume: str, outputs: Path, name: str | None = None) -> Path:
     """Return the folder that `resume` means: itself, or of `latest` the newest sweep in `outputs`.
+
+    With `name`, `latest` is the newest of those that claimed a folder of that name.
 
     Raises:
         ConfigError: there is none.
@@ -97,9 +100,17 @@ def find_sweep(resume: str, outputs: Path) -> Path:
             raise ConfigError(f"resume={resume}: this is no sweep's folder, it has no {MANIFEST}.")
         return folder
     sweeps = [path.parent for path in outputs.glob(f"*/{MANIFEST}")]
+    if name is not None:
+        sweeps = [folder for folder in sweeps if _is_candidate(folder.name, name)]
     if not sweeps:
-        raise ConfigError(f"resume=latest: there is no sweep in {outputs}. Give its folder instead.")
+        where = outputs if name is None else f"{outputs / name}, which hydra.sweep.dir names"
+        raise ConfigError(f"resume=latest: there is no sweep in {where}. Give its folder instead.")
     return max(sweeps, key=_created_at)
+
+
+def _is_candidate(name: str, wanted: str) -> bool:
+    """Whether `claim_folder` may have named a folder so that was to be named `wanted`."""
+    return re.fullmatch(rf"{re.escape(wanted)}(_\d+)?", name) is not None
 
 
 def _created_at(sweep_folder: Path) -> tuple[str, str]:

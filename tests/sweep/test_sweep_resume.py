@@ -191,6 +191,17 @@ def test_latest_is_the_newest_of_the_same_name(sweeps):
     assert done.out.startswith(f"resuming outputs/default/{newest.name}: 1 of 4 cells to run")
 
 
+def test_latest_of_a_folder_that_is_named_is_no_sweep_beside_it(sweeps):
+    named = "hydra.sweep.dir=outputs/runs/"
+    for folder in ("A", "A", "B", "A_B"):
+        sweeps.run("-m", "seed=1,2", QUIET, f"{named}{folder}")
+    done = sweeps.run("-m", "seed=1,2,3", QUIET, f"{named}A", "resume=latest")
+    assert done.out.startswith("resuming outputs/runs/A_2: 1 of 3 cells to run")
+    done = sweeps.run("-m", "seed=1,2,3", QUIET, f"{named}C", "resume=latest")
+    assert done.code == 2
+    assert "there is no sweep in outputs/runs/C, which hydra.sweep.dir names" in done.err
+
+
 # Refusals
 
 
