@@ -389,9 +389,14 @@ def test_keyboard_interrupt_stops_a_sweep(run, experiment):
         ([""], ["'': settings are written as key=value"]),
         (["-m", "seed=1,2", "hydra.sweep.dir="], ["hydra.sweep.dir=. must name a folder"]),
         (["-m", "isolation=none,process"], ["isolation is a setting of the whole sweep"]),
-        (["-m", "seed=1,2,1"], ["jobs 0 (seed=1) and 2 (seed=1) are the same cell"]),
-        (["-m", "tracking.group=a,b"], ["are the same cell"]),
-        (["-m", "cell_timeout_s=1,2"], ["are the same cell"]),
+        (["-m", "seed=1,2,1"], ["(seed=1 isolation=none) are the same cell. num_rounds repeats"]),
+        (["-m", "tracking.group=a,b"], ["are the same cell: they differ in tracking.group alone"]),
+        (["-m", "tracking=offline,disabled"], ["they differ in tracking.mode alone, and that is no part of"]),
+        (["-m", "name=a,b"], ["they differ in name alone, and that is no part of what a cell is"]),
+        (
+            ["-m", "cell_timeout_s=1,2"],
+            ["job 0 (cell_timeout_s=1) and job 1 (cell_timeout_s=2)", "they differ in cell_timeout_s alone"],
+        ),
         (["-m", "seed=1,2", "hydra.sweep.subdir=x"], ["would share a folder"]),
         (
             ["-m", "seed=1,2", "hydra.sweeper.max_batch_size=1"],

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-from cbexp.config import ExperimentConfig
+from cbexp.config import ExperimentConfig, to_plain_dict
 from cbexp.errors import ConfigError
 from cbexp.sweep.cells import hash_config
 from cbexp.sweep.folder import LOCK
@@ -91,10 +92,32 @@ def refuse_equal_cells(jobs: Sequence[CheckedJob]) -> None:
         other = first.setdefault(job.cell_hash, job)
         if other is not job:
             raise ConfigError(
-                f"jobs {other.index} ({' '.join(other.own_overrides)}) and {job.index} ({' '.join(job.own_overrides)}) "
-                "are the same cell: they differ at most in tracking and in where results go. num_rounds repeats "
-                "the same work."
+                f"{_name(other)} and {_name(job)} are the same cell{_explain_equal(other, job)}"
             )
+
+
+def _name(job: CheckedJob) -> str:
+    return f"job {job.index} ({' '.join(job.overrides)})"
+
+
+def _explain_equal(job: CheckedJob, other: CheckedJob) -> str:
+    keys = list(_list_differences(to_plain_dict(job.config), to_plain_dict(other.config)))
+    if not keys:
+        return ". num_rounds repeats the same work."
+    return (
+        f": they differ in {' and '.join(keys)} alone, and that is no part of what a cell is. Give it one value; "
+        "num_rounds repeats the same work."
+    )
+
+
+def _list_differences(first: Mapping[str, Any], second: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted keys of which the values differ."""
+    for key in first:
+        one, other = first[key], second[key]
+        if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+            yield from _list_differences(one, other, f"{prefix}{key}.")
+        elif one != other:
+            yield f"{prefix}{key}"
 
 
 def _find_duplicate(names: Sequence[str]) -> str | None:
