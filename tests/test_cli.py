@@ -178,6 +178,23 @@ def test_sweep_ends_with_a_table_of_what_differs(run, experiment):
     assert "1 of 2 cells are done" in result.out
 
 
+@pytest.mark.parametrize("more", [[], ["dry_run=true"]])
+def test_settings_may_stand_before_and_after_flags(run, experiment, more):
+    if more:
+        experiment.behave = lambda config: "dry_run"
+    result = run("driver=generate", "-m", "seed=1,2", "--config-name", "config", "num_rounds=2", *more)
+    assert (result.code, result.err) == (0, "")
+    assert [(call.config.driver.name, call.config.seed) for call in experiment.calls] == [
+        ("generate", 1), ("generate", 2),
+    ]  # fmt: skip
+
+
+def test_information_is_asked_for_between_settings(run):
+    result = run("driver=generate", "--cfg", "job", "num_rounds=2")
+    printed = yaml.safe_load(result.out)
+    assert (printed["driver"]["name"], printed["num_rounds"]) == ("generate", 2)
+
+
 def test_experiment_can_be_a_sweep_of_its_own(run, experiment):
     result = run("experiment=compile_modes", "compile=eager,cuda_graph", "isolation=none")
     assert result.code == 0

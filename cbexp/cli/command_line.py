@@ -15,7 +15,7 @@ import hydra
 from omegaconf import DictConfig
 
 from cbexp.cli.checked_jobs import CheckedCommand
-from cbexp.cli.composer import HYDRA_VERSION_BASE, parse_arguments, register_job_folder
+from cbexp.cli.composer import HYDRA_VERSION_BASE, parse_arguments, put_flags_first, register_job_folder
 from cbexp.cli.exit_codes import (
     EXIT_BAD_CONFIG,
     EXIT_BROKEN_PIPE,
@@ -65,6 +65,7 @@ def _run(arguments: list[str]) -> int:
     register_job_folder()
     with _command_line(arguments):
         args = parse_arguments(arguments)
+        sys.argv[1:] = put_flags_first(arguments, args.overrides)
         return _show_information() if _asks_for_information(args) else _run_command(args)
 
 

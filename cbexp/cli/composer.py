@@ -98,8 +98,17 @@ def open_composer(conf_dir: Path, config_dir: str | None, config_name: str) -> I
 
 
 def parse_arguments(arguments: Sequence[str]) -> Namespace:
-    """Return what Hydra's own parser makes of a command line; a bad flag exits with 2."""
-    return get_args_parser().parse_args(arguments)
+    """Return what Hydra's own parser makes of a command line, flags anywhere; a bad flag exits with 2."""
+    return get_args_parser().parse_intermixed_args(arguments)
+
+
+def put_flags_first(arguments: Sequence[str], overrides: Sequence[str]) -> list[str]:
+    """Return the command line with its `overrides` last, as Hydra needs them, which parses it again."""
+    flags = list(arguments)
+    for override in reversed(overrides):
+        # The last one, as the value of a flag may read the same.
+        del flags[len(flags) - 1 - flags[::-1].index(override)]
+    return [*flags, *overrides]
 
 
 def parse_overrides(overrides: list[str]) -> list[Override]:
