@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import sqrt
 
+from cbexp.report.json_files import positive_number
 from cbexp.report.run import Run
 
 STANDARD_ERRORS = 1.96  # 95 % of a normal distribution, two-sided
@@ -20,5 +21,8 @@ def is_less_accurate(run: Run, than: Run) -> bool:
 
 def _accuracy(run: Run) -> tuple[float, float] | None:
     """Share of correct completions, and how many one round judges: the others judge the same prompts again."""
-    share, num_judged, num_rounds = (run.figure(name) for name in ("accuracy", "num_judged", "num_rounds"))
-    return (share, num_judged / num_rounds) if share is not None and num_judged and num_rounds else None
+    share = run.figure("accuracy")
+    num_judged, num_rounds = (positive_number(run.summary, name) for name in ("num_judged", "num_rounds"))
+    if share is None or not 0 <= share <= 1 or num_judged is None or num_rounds is None:
+        return None
+    return share, num_judged / num_rounds

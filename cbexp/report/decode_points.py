@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cbexp.report.json_files import Reader, lookup, number
+from cbexp.report.json_files import Reader, lookup, number, positive_number
 from cbexp.report.run import Run
 
 
@@ -57,20 +57,22 @@ def find_decode_point(run: Run) -> DecodePoint | None:
 
     The bytes of a step come from the run's own roofline fraction, which the engine counted weight by weight.
     """
-    step_s, batch = run.figure("decode_step_s", "mean"), _mean_decode_batch(run)
-    if not run.is_completed or not step_s or not batch:
+    step_s, batch = positive_number(run.summary, "decode_step_s", "mean"), _mean_decode_batch(run)
+    if not run.is_completed or step_s is None or batch is None:
         return None
     context = _mean_context(run)
     return DecodePoint(batch, context, batch / step_s, _ceiling(run, batch, context, step_s))
 
 
 def _ceiling(run: Run, batch: float, context: float | None, step_s: float) -> Ceiling | None:
-    bandwidth, fraction = run.figure("bandwidth_bytes_per_s"), run.figure("roofline_fraction")
+    bandwidth = positive_number(run.summary, "bandwidth_bytes_per_s")
+    fraction = positive_number(run.summary, "roofline_fraction")
     plan = lookup(run.engine, "plan")
-    kv_bytes = number(plan, "kv_bytes_per_token") if isinstance(plan, Mapping) else None
-    if not bandwidth or not fraction or not kv_bytes or context is None:
+    kv_bytes = positive_number(plan, "kv_bytes_per_token") if isinstance(plan, Mapping) else None
+    if bandwidth is None or fraction is None or kv_bytes is None or context is None:
         return None
-    without_weights = Ceiling(bandwidth, 0.0, kv_bytes, _sliding_share(plan), number(plan, "sliding_window"))
+    window = positive_number(plan, "sliding_window")
+    without_weights = Ceiling(bandwidth, 0.0, kv_bytes, _sliding_share(plan), window)
     step_bytes = fraction * bandwidth * step_s
     weight_bytes = step_bytes - batch * without_weights.kv_bytes(context)
     if weight_bytes <= 0:
@@ -79,14 +81,15 @@ def _ceiling(run: Run, batch: float, context: float | None, step_s: float) -> Ce
 
 
 def _sliding_share(plan: Mapping[str, Any]) -> float:
-    num_sliding, num_full = number(plan, "num_sliding_layers") or 0, number(plan, "num_full_layers") or 0
+    num_sliding = positive_number(plan, "num_sliding_layers") or 0.0
+    num_full = positive_number(plan, "num_full_layers") or 0.0
     return num_sliding / (num_sliding + num_full) if num_sliding else 0.0
 
 
 def _mean_decode_batch(run: Run) -> float | None:
-    batches = [number(timed.record, "steps", "mean_decode_batch") for timed in run.rounds]
+    batches = [positive_number(timed.record, "steps", "mean_decode_batch") for timed in run.rounds]
     known = sorted(batch for batch in batches if batch is not None)
-    return known[len(known) // 2] if known else run.figure("mean_batch")
+    return known[len(known) // 2] if known else positive_number(run.summary, "mean_batch")
 
 
 def _mean_context(run: Run) -> float | None:
@@ -97,20 +100,21 @@ def _mean_context(run: Run) -> float | None:
     num_decoded, num_read = 0.0, 0.0
     timed = {number(timed.record, "round_index") for timed in run.rounds}
     for row in Reader(run.folder).read_rows("requests.jsonl"):
-        num_prompt, num_new = number(row, "num_prompt_tokens"), number(row, "num_tokens")
-        if num_prompt is None or not num_new or number(row, "round_index") not in timed:
+        num_prompt, num_new = positive_number(row, "num_prompt_tokens"), positive_number(row, "num_tokens")
+        if num_prompt is None or num_new is None or number(row, "round_index") not in timed:
             continue
         num_decoded += num_new - 1
         num_read += (num_new - 1) * num_prompt + num_new * (num_new - 1) / 2
-    if num_decoded:
+    if num_decoded > 0:
         return num_read / num_decoded
     return _context_of_fixed_length(run)
 
 
 def _context_of_fixed_length(run: Run) -> float | None:
-    num_prompt_tokens, num_requests = run.figure("num_prompt_tokens"), run.figure("num_requests")
-    num_new = run.figure("max_new_tokens")
+    num_prompt_tokens = positive_number(run.summary, "num_prompt_tokens")
+    num_requests = positive_number(run.summary, "num_requests")
+    num_new = positive_number(run.summary, "max_new_tokens")
     is_known = run.fact("is_fixed_length") is True and not run.fact("has_limits_per_prompt")
-    if not is_known or num_prompt_tokens is None or not num_requests or num_new is None:
+    if not is_known or num_prompt_tokens is None or num_requests is None or num_new is None:
         return None
     return num_prompt_tokens / num_requests + num_new / 2

@@ -93,6 +93,12 @@ def number(values: Mapping[str, Any], *names: str) -> float | None:
     return float(value) if value == 0 or SMALLEST <= abs(value) <= LARGEST else None
 
 
+def positive_number(values: Mapping[str, Any], *names: str) -> float | None:
+    """A number above zero inside nested mappings; None for anything else, as a count or time that cannot be."""
+    value = number(values, *names)
+    return value if value is not None and value > 0 else None
+
+
 def text(values: Mapping[str, Any], *names: str) -> str | None:
     """A string inside nested mappings; None for anything else."""
     value = lookup(values, *names)

@@ -68,6 +68,69 @@ def test_context_is_counted_over_requests_or_known_from_fixed_lengths(make_run):
     assert find_decode_point(load_one(folder)).context == (11 + 12) / 2
 
 
+SLIDING_PLAN = {
+    "kv_bytes_per_token": 1000.0,
+    "num_sliding_layers": 2,
+    "num_full_layers": 2,
+    "sliding_window": 16,
+}
+
+
+@pytest.fixture
+def make_decoding_run(make_run):
+    """Writes a completed run with every record that its decode point and its ceiling are made of."""
+
+    def make(name):
+        folder = make_run(name, [f"seed={name}"], accuracy=0.5, num_judged=500)
+        write_json(folder / "engine.json", {"plan": SLIDING_PLAN})
+        rows = [{"round_index": 1, "num_prompt_tokens": 10, "num_tokens": 5}] * 2
+        write_lines(folder / "requests.jsonl", rows)
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("file", "figure"),
+    [
+        ("rounds.jsonl", '"mean_decode_batch": 4.0'),
+        ("requests.jsonl", '"num_prompt_tokens": 10'),
+        ("requests.jsonl", '"num_tokens": 5'),
+        ("summary.json", '"bandwidth_bytes_per_s": 1000000000000.0'),
+        ("summary.json", '"num_judged": 500'),
+        ("summary.json", '"num_rounds": 5'),
+        ("summary.json", '"accuracy": 0.5'),
+        ("engine.json", '"kv_bytes_per_token": 1000.0'),
+        ("engine.json", '"num_sliding_layers": 2'),
+    ],
+)
+@pytest.mark.parametrize("value", [-1, -2, -5000])
+def test_figure_that_cannot_be_hides_no_cell(make_decoding_run, file, figure, value):
+    folders = [make_decoding_run(name) for name in ("sound", "odd")]
+    path = folders[1] / file
+    assert figure in path.read_text()
+    path.write_text(path.read_text().replace(figure, f"{figure.partition(':')[0]}: {value}"))
+    page = build_page(load_runs(folders))
+    assert "</html>" in page
+    assert "seed=sound" in page
+    assert "seed=odd" in page
+
+
+@pytest.mark.parametrize("value", [-1, 0])
+def test_a_batch_that_cannot_be_gives_way_to_those_of_other_rounds(make_decoding_run, value):
+    folder = make_decoding_run("odd")
+    path = folder / "rounds.jsonl"
+    path.write_text(path.read_text().replace('"mean_decode_batch": 4.0', f'"mean_decode_batch": {value}', 4))
+    assert find_decode_point(load_one(folder)).batch == 4
+
+
+def test_requests_whose_lengths_cannot_be_are_not_counted(make_decoding_run):
+    folder = make_decoding_run("odd")
+    sound = {"round_index": 1, "num_prompt_tokens": 10, "num_tokens": 5}
+    write_lines(folder / "requests.jsonl", [sound, sound | {"num_prompt_tokens": -5000}])
+    assert find_decode_point(load_one(folder)).context == 10 + 5 / 2
+
+
 def test_steps_of_a_burst_share_its_time_and_warmup_does_not_count(make_run):
     folder = make_run("one")
     step = {"kind": "decode", "num_steps": 1, "duration_s": 0.001}
