@@ -22,7 +22,7 @@ EARLIER_ATTEMPTS = "attempts"  # of a cell that was run again
 
 
 def load_runs(paths: Sequence[Path]) -> list[Run]:
-    """All runs in or below the folders, those of a sweep in its order; a folder given twice counts once.
+    """All runs in or below the folders, those of a sweep in its order; links are followed, each folder counts once.
 
     Folders of other things are passed over; half-written, torn and killed runs are there with what could be read.
     Cells that a sweep.json names and that have no records yet are `not_started`; a sweep.json that does not name its
@@ -45,9 +45,7 @@ def load_runs(paths: Sequence[Path]) -> list[Run]:
 def _load_below(root: Path) -> Iterator[Run]:
     """Runs of a tree: the cells of a sweep where its first folder is met, other runs in order of their names."""
     loaded: set[Path] = set()
-    for folder, names, files in os.walk(root, onerror=partial(_refuse_unreadable, root)):
-        names.sort(key=_natural_order)
-        path = Path(folder)
+    for path, names, files in _walk_once(root):
         runs = list(_load_cells(path)) if SWEEP_FILE in files else []
         if path not in loaded and any(name in files for name in RUN_FILES):
             runs.append(load_run(path))
@@ -55,6 +53,25 @@ def _load_below(root: Path) -> Iterator[Run]:
             names[:] = [name for name in names if name != EARLIER_ATTEMPTS]
         loaded |= {run.folder for run in runs}
         yield from runs
+
+
+def _walk_once(root: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
+    """As `os.walk` from above, names in order, through links too; no folder twice, so that a loop of links ends."""
+    seen: set[str] = set()
+    for folder, names, files in os.walk(root, onerror=partial(_refuse_unreadable, root), followlinks=True):
+        place = os.path.realpath(folder)
+        if place in seen:
+            names.clear()
+            continue
+        seen.add(place)
+        names[:] = sorted((name for name in names if not _leads_up(folder, name)), key=_natural_order)
+        yield Path(folder), names, files
+
+
+def _leads_up(folder: str, name: str) -> bool:
+    """Whether a name links to its own folder or one above, through which all of a disk might be read."""
+    path = os.path.join(folder, name)
+    return os.path.islink(path) and Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(path))
 
 
 def load_run(folder: Path, cell: Mapping[str, Any] | None = None, sweep_name: str | None = None) -> Run:

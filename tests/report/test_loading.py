@@ -17,7 +17,7 @@ from cbexp.report import ReportError, format_table, load_runs, run_rows
 from cbexp.report.loading import load_run
 from cbexp.report.page import build_page
 from cbexp.report.table import format_json
-from tests.report.report_fixtures import round_record, summary_of
+from tests.report.report_fixtures import round_record, summary_of, write_json
 
 REFERENCE = Path(__file__).parents[2] / "outputs/reference"
 
@@ -219,6 +219,38 @@ def test_folder_given_twice_counts_once_and_foreign_folders_not_at_all(make_run,
     (tmp_path / "notes/data.json").write_text("{}")
     (tmp_path / "loop").symlink_to(tmp_path)
     assert [run.folder for run in load_runs([folder, tmp_path, folder])] == [folder]
+
+
+def test_run_that_is_moved_elsewhere_and_linked_back_is_there(make_run, tmp_path):
+    make_run("outputs/near", ["seed=1"])
+    make_run("scratch/deep/far", ["seed=2"])
+    (tmp_path / "outputs/linked").symlink_to(tmp_path / "scratch/deep", target_is_directory=True)
+    runs = load_runs([tmp_path / "outputs"])
+    assert [run.overrides for run in runs] == [("seed=2",), ("seed=1",)]
+    assert runs[0].folder == tmp_path / "outputs/linked/far"
+
+
+def test_linked_sweep_counts_once_with_its_cells_in_order(make_run, tmp_path):
+    for index in (0, 1):
+        make_run(f"scratch/sweep/{index}_x", [f"seed={index}"])
+    cells = [{"folder": f"{index}_x", "overrides": [f"seed={index}"]} for index in (1, 0)]
+    write_json(tmp_path / "scratch/sweep/sweep.json", {"cells": cells})
+    (tmp_path / "outputs").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "outputs" / name).symlink_to(tmp_path / "scratch/sweep", target_is_directory=True)
+    runs = load_runs([tmp_path / "outputs"])
+    assert [run.overrides for run in runs] == [("seed=1",), ("seed=0",)]
+
+
+def test_links_in_a_loop_and_links_that_lead_up_end(make_run, tmp_path):
+    one, other = make_run("outputs/one", ["seed=1"]), make_run("scratch/other", ["seed=2"])
+    make_run("above", ["seed=3"])
+    (one / "there").symlink_to(other, target_is_directory=True)
+    (other / "back").symlink_to(one, target_is_directory=True)
+    (one / "up").symlink_to(tmp_path, target_is_directory=True)
+    (one / "broken").symlink_to(tmp_path / "gone")
+    runs = load_runs([tmp_path / "outputs"])
+    assert sorted(run.overrides for run in runs) == [("seed=1",), ("seed=2",)]
 
 
 def test_path_that_is_not_there_is_refused(tmp_path):
