@@ -340,6 +340,10 @@ def test_keyboard_interrupt_stops_a_sweep(run, experiment):
     ("arguments", "fragments"),
     [
         (["modle=tiny"], ["modle=tiny", "Did you mean 'model'?"]),
+        (["seed=1", "seed=1"], ["seed=1 seed=1: seed is given twice"]),
+        (["-m", "seed=1,2", "num_rounds=2", "seed=3"], ["seed=1,2 seed=3: seed is given twice"]),
+        (["driver=generate", "-m", "seed=1,2", "driver=sync,manager"], ["driver is given twice"]),
+        (["+tracking.group=a", "++tracking.group=b"], ["tracking.group is given twice"]),
         (["model=tinny"], ["model=tinny is not a choice", "Did you mean 'tiny'?", "qwen3_4b"]),
         (["model.dtpye=auto"], ["model.dtpye=auto", "'model.dtype'", "Allowed in model: name,"]),
         (["compile=reduce-overhead"], ["compile=reduce-overhead", "'reduce_overhead'", "max_autotune"]),

@@ -26,7 +26,7 @@ from cbexp.cli.exit_codes import (
     choose_exit_code,
 )
 from cbexp.cli.job_runner import JobRunner
-from cbexp.cli.preflight import PRIMARY_CONFIG, check_command
+from cbexp.cli.preflight import PRIMARY_CONFIG, check_command, refuse_repeated_keys
 from cbexp.cli.terminal import report_error, say, silence_stdout
 from cbexp.config import register_schema
 from cbexp.engine import UnsupportedTransformersError, check_transformers_version
@@ -85,6 +85,7 @@ def conf_dir() -> Path:
 
 def _run_command(args: Namespace) -> int:
     try:
+        refuse_repeated_keys(args.overrides)
         command = check_command(args, conf_dir())
         _check_transformers()
         if command.jobs[0].config.resume is None:

@@ -96,6 +96,20 @@ def check_command(args: Namespace, conf_dir: Path, indices: Sequence[int] | None
     )
 
 
+def refuse_repeated_keys(overrides: Sequence[str]) -> None:
+    """Raise `ConfigError` when a command line sets one key twice, of which Hydra would take the last in silence."""
+    first: dict[str, str] = {}
+    for text in overrides:
+        key = text.lstrip("+").partition("=")[0].strip()
+        if key in first:
+            raise ConfigError(
+                f"{first[key]} {text}: {key} is given twice. Keep one; several values of a sweep are "
+                f"{key}=a,b with -m."
+            )
+        if key:  # a text without one is refused for that
+            first[key] = text
+
+
 def convert_config(settings: DictConfig) -> ExperimentConfig:
     """Return the composed settings (without the `hydra` node) as dataclasses, whose own checks run.
 
