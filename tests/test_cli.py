@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -242,6 +243,18 @@ def test_tracking_group_names_the_sweep(run, experiment):
 def test_stats_path_of_a_job_may_hold_its_number(run, experiment):
     assert run("-m", "seed=1,2", "stats_path=stats_${hydra:job.num}.json").code == 0
     assert [call.config.stats_path for call in experiment.calls] == ["stats_0.json", "stats_1.json"]
+
+
+def test_recorded_command_of_a_job_has_its_number(run, experiment):
+    paths = ["stats_path=a b_${hydra:job.num}.json", "tracking.tags=[n${hydra:job.id},'${hydra:job.num}']"]
+    assert run("-m", "seed=5,6", *paths).code == 0
+    _, swept = experiment.calls
+    recorded = json.loads((swept.run_dir / "cell.json").read_text())
+    assert "hydra" not in recorded["command"]
+    assert run(*shlex.split(recorded["command"])[3:]).code == 0
+    alone = experiment.calls[-1].config
+    assert (alone.stats_path, alone.tracking.tags) == ("a b_1.json", ["n1", "1"])
+    assert alone.stats_path == swept.config.stats_path
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,8 @@ from cbexp.errors import CbexpError, ConfigError
 
 PRIMARY_CONFIG = "config"
 MANY_CELLS = 20  # so many take seconds to compose
+# Hydra's sweeper escapes it where it is not quoted.
+_JOB_NUMBER = re.compile(r"(?<!\\)\$\\?\{hydra\\?:job\.(num|id)\\?\}")
 
 
 def check_command(args: Namespace, conf_dir: Path, indices: Sequence[int] | None = None) -> CheckedCommand:
@@ -142,7 +144,7 @@ def _check_job(
             config = convert_config(without_hydra(composed))
     _refuse_idle_architecture(cell, config)
     _refuse_sweep_in_sweep(cell, composed, common, where)
-    own = _list_own_overrides(cell)
+    own = [_with_job_number(text, job_index) for text in _list_own_overrides(cell)]
     command = _format_command(args, own, needs_multirun=bool(common.hydra.sweeper.params))
     return CheckedJob(cell, config, job_index or 0, place.subdir, own, command), place
 
@@ -163,6 +165,11 @@ def _list_own_overrides(overrides: list[str]) -> list[str]:
         for text, key in zip(overrides, keys, strict=True)
         if key not in SWEEP_SETTINGS and not re.match(r"hydra\b", key)
     ]
+
+
+def _with_job_number(text: str, job_index: int | None) -> str:
+    """The override with the number in place of `${hydra:job.num}`, which a run by itself does not have."""
+    return text if job_index is None else _JOB_NUMBER.sub(str(job_index), text)
 
 
 def _format_command(args: Namespace, overrides: list[str], needs_multirun: bool) -> str:
