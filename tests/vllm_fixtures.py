@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from cbexp.dataset.prompts import load_prompts
 from cbexp.factory import RunPlan, build_plan, build_vllm_driver
 from cbexp.peers.vllm_driver import VllmDriver
 from tests.model_fixtures import QWEN3
+from tests.sweep.conftest import is_running, wait_until
 
 FAKE = Path(__file__).with_name("fake_vllm")
 
@@ -85,3 +88,24 @@ def build(
 def complete(prompt_ids: list[int], num_tokens: int) -> tuple[int, ...]:
     """What the stand-in answers."""
     return tuple((sum(prompt_ids) + place) % 97 for place in range(num_tokens))
+
+
+def write_hanging_python(folder: Path) -> tuple[Path, Path]:
+    """A wrapper that never comes to start Python, and the file where it puts its own id and its child's."""
+    wrapper, pids = folder / "hang.sh", folder / "pids"
+    wrapper.write_text(f"#!/bin/sh\nsleep 600 &\necho $$ $! > {pids}.new\nmv {pids}.new {pids}\nwait\n")
+    wrapper.chmod(0o755)
+    return wrapper, pids
+
+
+def read_pids(path: Path) -> list[int]:
+    return [int(pid) for pid in path.read_text().split()]
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    """Wait for the processes to end; those that do not are killed, for the sake of other tests."""
+    try:
+        wait_until(lambda: not any(map(is_running, pids)), 10)
+    finally:
+        for pid in filter(is_running, pids):
+            os.kill(pid, signal.SIGKILL)

@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -19,6 +20,7 @@ from cbexp.errors import ConfigError
 POLL_INTERVAL_S = 1.0
 CLOSE_TIMEOUT_S = 30.0
 READ_BYTES = 2**20
+GUARD = Path(__file__).with_name("vllm_guard.py")
 
 
 class WorkerEndedError(Exception):
@@ -30,7 +32,7 @@ class WorkerTimeoutError(Exception):
 
 
 class WorkerProcess:
-    """Starts `command` with our process id as its last argument, as the leader of a session and process group.
+    """Starts `command` in a process group of its own, which `vllm_guard.py` leads and ends when this process is gone.
 
     It takes JSON lines on stdin and gives JSON lines on stdout; stderr goes to `log_path`, which is begun anew.
 
@@ -41,7 +43,12 @@ class WorkerProcess:
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log_path: Path) -> None:
         with _open_log(log_path) as log:
-            self._process = _start([*command, str(os.getpid())], environment, log)
+            self._guard = _start_guard(log)
+            try:
+                self._process = _start(command, environment, log, self._guard.pid)
+            except BaseException:
+                _kill_group(self._guard)
+                raise
         assert self._process.stdin is not None  # for the type checker: both are pipes
         assert self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
@@ -91,9 +98,7 @@ class WorkerProcess:
 
     def kill(self) -> None:
         """End the process and all that it started at once; safe to call twice."""
-        with suppress(ProcessLookupError):
-            # The group outlives its leader: vLLM's engine may be what is left of it.
-            os.killpg(self._process.pid, signal.SIGKILL)
+        _kill_group(self._guard)
         self._process.wait()
         for pipe in (self._stdin, self._stdout):
             with suppress(OSError):  # the rest of a message that nobody reads
@@ -133,7 +138,31 @@ def _open_log(path: Path) -> BinaryIO:
         raise EngineError(f"the worker's log {path} cannot be written: {error.strerror}.") from error
 
 
-def _start(command: Sequence[str], environment: Mapping[str, str], log: BinaryIO) -> subprocess.Popen[bytes]:
+def _start_guard(log: BinaryIO) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", str(GUARD), str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            process_group=0,  # Ctrl-C is for us alone; and all that the worker starts can be ended together
+        )
+    except OSError as error:
+        raise EngineError(f"the worker's guard cannot be started: {error.strerror}.") from error
+
+
+def _kill_group(guard: subprocess.Popen[bytes]) -> None:
+    """End the guard's group, which outlives the worker where vLLM's engine is left of it; safe to call twice."""
+    if guard.returncode is not None:
+        return
+    with suppress(PermissionError):  # macOS, of a group of zombies
+        os.killpg(guard.pid, signal.SIGKILL)
+    guard.communicate()
+
+
+def _start(
+    command: Sequence[str], environment: Mapping[str, str], log: BinaryIO, group: int
+) -> subprocess.Popen[bytes]:
     try:
         return subprocess.Popen(
             command,
@@ -141,7 +170,7 @@ def _start(command: Sequence[str], environment: Mapping[str, str], log: BinaryIO
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
-            start_new_session=True,  # Ctrl-C is for us alone; and all that it starts can be ended together
+            process_group=group,
         )
     except OSError as error:
         raise ConfigError(f"driver.python={command[0]} cannot be started: {error.strerror}.") from error

@@ -1,7 +1,7 @@
 """Runs vLLM's offline engine for `driver=vllm`: JSON lines come in by stdin and go out by what was stdout.
 
 An interpreter of vLLM's own runs this file by its path, so that it imports nothing but vLLM and the standard library.
-Whatever vLLM prints goes to stderr. When the parent is gone, this process and all that it started end.
+Whatever vLLM prints goes to stderr. When stdin ends, this process and all that it started end.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 PACKAGES = ("vllm", "torch", "transformers", "triton")
-PARENT_CHECK_INTERVAL_S = 1.0
 RESET_ATTEMPTS = 20
 RESET_INTERVAL_S = 0.1
 # What vLLM resolved -> where its configuration has it; None where a version of vLLM keeps it elsewhere.
@@ -53,16 +52,15 @@ class Replies:
 
 
 class Commands:
-    """Reads JSON lines from what was stdin on a thread, which also notices that the parent is gone."""
+    """Reads JSON lines from what was stdin on a thread, and ends the process where they do."""
 
-    def __init__(self, parent_pid: int) -> None:
+    def __init__(self) -> None:
         self._queue: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         stdin = os.fdopen(os.dup(0), "rb")
         devnull = os.open(os.devnull, os.O_RDONLY)
         os.dup2(devnull, 0)
         os.close(devnull)
         threading.Thread(target=self._read, args=(stdin,), daemon=True).start()
-        threading.Thread(target=_watch_parent, args=(parent_pid,), daemon=True).start()
 
     def next(self) -> dict[str, Any]:
         """Wait for the next command."""
@@ -71,19 +69,7 @@ class Commands:
     def _read(self, stdin: BinaryIO) -> None:
         for line in stdin:
             self._queue.put(json.loads(line))
-        _end_group()
-
-
-def _watch_parent(parent_pid: int) -> None:
-    """The pipe alone does not tell when another process has inherited its other end."""
-    while os.getppid() == parent_pid:
-        time.sleep(PARENT_CHECK_INTERVAL_S)
-    _end_group()
-
-
-def _end_group() -> None:
-    """End this process and vLLM's: the parent has made this one the leader of a process group."""
-    os.killpg(0, signal.SIGKILL)
+        os.killpg(0, signal.SIGKILL)  # the group is vLLM's own: the parent has made it
 
 
 def find_versions() -> dict[str, str | None]:
@@ -203,12 +189,12 @@ def serve(commands: Commands, replies: Replies) -> None:
 
 
 def main() -> None:
-    """Serve the parent, whose process id is the argument."""
+    """Serve the parent."""
     # The folder of this file is no place to import from: its neighbours are cbexp's.
     here = Path(__file__).resolve().parent
     sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != here]
     replies = Replies()
-    commands = Commands(parent_pid=int(sys.argv[1]))
+    commands = Commands()
     try:
         serve(commands, replies)
     except Exception as error:  # noqa: BLE001 - told to the parent, whatever it is; the traceback is in the log
