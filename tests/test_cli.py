@@ -504,6 +504,27 @@ def test_bad_own_experiment_says_what_to_write(run, tmp_path, text, fragments):
     assert all(fragment in result.err for fragment in fragments), result.err
 
 
+@pytest.mark.parametrize("name", ["experiment/rollout_32", "model/tiny", "hydra/launcher/slurm", "config"])
+@pytest.mark.parametrize("flags", [["--config-dir", "own"], ["hydra.searchpath=[file://own]"]])
+def test_own_choice_with_the_name_of_a_built_in_one_is_refused(run, experiment, name, flags):
+    own = Path("own") / f"{name}.yaml"
+    own.parent.mkdir(parents=True)
+    own.write_text("# @package _global_\nnum_rounds: 2\n")
+    result = run(*flags)
+    assert (result.code, experiment.calls) == (2, [])
+    assert f"{own} has the name of a built-in choice, which would go before it" in result.err
+
+
+@pytest.mark.parametrize("flag", ["--config-dir={}", "hydra.searchpath=[file://{}]", "hydra.searchpath=[{}]"])
+def test_own_choices_are_found_and_the_shipped_folder_is_no_clash(run, experiment, flag):
+    own = Path("own/experiment/mine.yaml")
+    own.parent.mkdir(parents=True)
+    own.write_text("# @package _global_\nnum_rounds: 2\n")
+    assert run(flag.format("own"), "experiment=mine").code == 0
+    assert experiment.calls[0].config.num_rounds == 2
+    assert run(flag.format(REPOSITORY / "conf")).code == 0
+
+
 def test_launcher_of_an_extra_says_how_to_get_it(run, monkeypatch):
     monkeypatch.setattr("cbexp.cli.composer._is_installed", lambda module: False)
     result = run("-m", "seed=1,2", "hydra/launcher=slurm")

@@ -33,6 +33,7 @@ from cbexp.cli.composer import (
     without_hydra,
 )
 from cbexp.cli.config_errors import explain_choice, explain_error, explain_unknown_setting
+from cbexp.cli.own_choices import list_folders, refuse_hidden_choices
 from cbexp.cli.terminal import say
 from cbexp.config import SWEEP_SETTINGS, ExperimentConfig
 from cbexp.errors import CbexpError, ConfigError
@@ -66,6 +67,8 @@ def check_command(args: Namespace, conf_dir: Path, indices: Sequence[int] | None
             check_launcher_is_installed(parse_overrides(args.overrides))
             _check_group_overrides(args.overrides, composer)
             common = composer.compose_common(args.overrides)
+            for folder in list_folders(common.hydra.searchpath):
+                refuse_hidden_choices(folder, conf_dir)
             is_multirun = args.multirun or common.hydra.mode == RunMode.MULTIRUN
             if not is_multirun:
                 _refuse_sweep(args.overrides, common)
