@@ -86,6 +86,9 @@ def check_command(args: Namespace, conf_dir: Path, indices: Sequence[int] | None
             jobs.append(_check_job(composer, args, cell, index, common, where, naming)[0])
         refuse_collisions(jobs)
         refuse_equal_cells(jobs)
+        from cbexp.tracking import refuse_impossible_online  # late: a single run and --help need none of it
+
+        refuse_impossible_online((job.config.tracking for job in jobs), is_local=has_basic_launcher(common))
         if not has_basic_launcher(common):
             _refuse_settings_of_this_machine(jobs[0].config)
             check_slurm_is_here(common)
