@@ -67,12 +67,15 @@ def read_end(folder: Path) -> CellEnd:
     return CellEnd("not_run")
 
 
-def conclude_end(folder: Path, returncode: int, reason: StopReason | None, why: str) -> CellEnd:
+def conclude_end(
+    folder: Path, returncode: int, started_at: str, reason: StopReason | None, why: str
+) -> CellEnd:
     """Return how a cell ended whose process is gone, and write what the process itself could not.
 
     Args:
         folder: the cell's.
         returncode: the process's; below zero, the signal that ended it.
+        started_at: when the process was started, for a status that it did not come to write.
         reason: what its parent ended it for, if it did.
         why: that in words.
     """
@@ -80,20 +83,20 @@ def conclude_end(folder: Path, returncode: int, reason: StopReason | None, why: 
     has_own_words = end.status in ("failed", "out_of_memory") or (end.status == "interrupted" and not reason)
     if end.is_done or has_own_words:
         return end
-    return record_end(
-        folder, CellEnd(reason, why) if reason else _conclude_from_returncode(folder, returncode)
-    )
+    end = CellEnd(reason, why) if reason else _conclude_from_returncode(folder, returncode)
+    return record_end(folder, end, started_at)
 
 
-def record_end(folder: Path, end: CellEnd) -> CellEnd:
+def record_end(folder: Path, end: CellEnd, started_at: str | None = None) -> CellEnd:
     """Write a cell's end for it, and return it; where that cannot be written, its message says so too.
 
+    `started_at` is of a cell that wrote no status itself; None: it had no process of its own.
     A cell that is done stays so, and its own end is returned: a stop may reach it between its last record and its end.
     """
     written = read_end(folder)
     if written.is_done:
         return written
-    values = read_json_object(folder / STATUS) or begin_status() | {"pid": None}
+    values = read_json_object(folder / STATUS) or _build_missing_status(started_at)
     values = {key: value for key, value in values.items() if key != "error_class"}
     try:
         write_status(folder, values | {"status": end.status, "ended_at": now(), "message": end.message})
@@ -112,6 +115,11 @@ def describe_signal(number: int) -> str:
     if name == "SIGKILL":
         return "ended by SIGKILL; often it is the kernel, when the machine has no memory left"
     return f"ended by {name}"
+
+
+def _build_missing_status(started_at: str | None) -> dict[str, Any]:
+    status = begin_status() | {"pid": None}
+    return status if started_at is None else status | {"started_at": started_at}
 
 
 def _conclude_from_returncode(folder: Path, returncode: int) -> CellEnd:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import cbexp
+from cbexp.run_status import now
 from cbexp.sweep.cells import LOG, Cell
 from cbexp.sweep.ends import CellEnd, StopReason, conclude_end
 from cbexp.sweep.lifeline import LIFELINE
@@ -26,6 +27,7 @@ class CellProcess:
         self.cell = cell
         self.log = cell.folder / LOG
         self.started_s = time.monotonic()
+        self._started_at = now()
         self._reason: StopReason | None = None
         self._why = ""
         self._kill_at_s: float | None = None
@@ -69,7 +71,7 @@ class CellProcess:
         returncode = self._process.wait()
         self._kill_group()
         os.close(self._lifeline)
-        return conclude_end(self.cell.folder, returncode, self._reason, self._why)
+        return conclude_end(self.cell.folder, returncode, self._started_at, self._reason, self._why)
 
     def _start(self, variables: Mapping[str, str], lifeline: int) -> subprocess.Popen[bytes]:
         environment = os.environ | variables | {LIFELINE: str(lifeline)} | _python_path()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,8 @@ from cbexp.sweep.resume import list_differences, list_missing, set_aside
 from cbexp.sweep.scheduler import Scheduler
 from cbexp.sweep.stop_signals import StopRequests, counting_stop_signals
 from tests.sweep.conftest import HERE, REPOSITORY, is_running, wait_until
+
+EARLIER = "2026-01-02T03:04:05+00:00"
 
 
 def build_cell(folder, seed=0, **settings):
@@ -150,7 +153,7 @@ def test_end_of_a_cell_is_its_own_word_or_what_is_plain_to_see(
     tmp_path.joinpath("log.txt").write_text("first\nlast words\n\n")
     if written:
         mark(tmp_path, written, message="its own words", pid=2**22 + 1)
-    end = conclude_end(tmp_path, returncode, reason, "the reason")
+    end = conclude_end(tmp_path, returncode, EARLIER, reason, "the reason")
     assert end.status == expected
     assert json.loads((tmp_path / "status.json").read_text())["status"] == expected
     if expected == reason:
@@ -164,7 +167,7 @@ def test_end_of_a_cell_is_its_own_word_or_what_is_plain_to_see(
 def test_completed_cell_stays_completed_whatever_ended_its_process(tmp_path):
     mark(tmp_path, "completed")
     (tmp_path / "summary.json").write_text('{"decode_tps": 12}')
-    end = conclude_end(tmp_path, -11, "timed_out", "late")
+    end = conclude_end(tmp_path, -11, EARLIER, "timed_out", "late")
     assert (end.status, end.output_tokens_per_s, end.message) == ("completed", 12.0, None)
 
 
@@ -176,12 +179,23 @@ def test_stop_between_last_record_and_end_keeps_the_cell_completed(tmp_path):
     assert read_end(tmp_path).status == "completed"
 
 
+def test_cell_that_wrote_no_status_began_when_its_process_did(tmp_path):
+    conclude_end(tmp_path, -9, EARLIER, "timed_out", "late")
+    assert json.loads((tmp_path / "status.json").read_text())["started_at"] == EARLIER
+
+
+def test_cell_that_wrote_its_status_knows_best_when_it_began(tmp_path):
+    mark(tmp_path, "running", started_at="2026-01-02T03:04:09+00:00", pid=2**22 + 1)
+    conclude_end(tmp_path, -9, EARLIER, "timed_out", "late")
+    assert json.loads((tmp_path / "status.json").read_text())["started_at"] == "2026-01-02T03:04:09+00:00"
+
+
 def test_last_line_of_a_log_is_its_last_words_and_short(tmp_path):
     (tmp_path / "log.txt").write_text("loading 10%\rloading 20%\n\n")
-    assert conclude_end(tmp_path, 0, None, "").message.endswith("log.txt: loading 20%")
+    assert conclude_end(tmp_path, 0, EARLIER, None, "").message.endswith("log.txt: loading 20%")
     (tmp_path / "status.json").unlink()
     (tmp_path / "log.txt").write_text("z" * 10_000)
-    assert len(conclude_end(tmp_path, 0, None, "").message) < 500
+    assert len(conclude_end(tmp_path, 0, EARLIER, None, "").message) < 500
 
 
 def test_end_that_cannot_be_written_is_told(tmp_path, monkeypatch):
@@ -400,6 +414,21 @@ def test_cell_that_ignores_its_time_out_is_killed(tmp_path, fake_job):
     assert ends[0] == CellEnd("timed_out", "not done after cell_timeout_s=1.5 seconds")
     assert 2.0 <= time.monotonic() - started_s < 10
     assert read_end(cell.folder).status == "timed_out"
+
+
+def test_cell_that_is_held_before_it_wrote_a_status_is_killed_and_its_start_is_known(tmp_path, fake_job):
+    class HoldingObserver(SilentObserver):
+        def on_progress(self, process):
+            os.kill(process.pid, signal.SIGSTOP)
+
+    fake_job({})
+    cell = build_cell(tmp_path, cell_timeout_s=2.0)
+    ends = Scheduler([{}], start, HoldingObserver(), StopRequests(), stop_grace_s=0.2).run([cell])
+    assert ends[0].status == "timed_out"
+    status = json.loads((cell.folder / "status.json").read_text())
+    started_at, ended_at = (datetime.fromisoformat(status[key]) for key in ("started_at", "ended_at"))
+    assert 1 <= (ended_at - started_at).total_seconds() < 20
+    assert status["pid"] is None
 
 
 def test_cell_that_ignores_a_stop_is_killed_after_its_grace(tmp_path, fake_job):
