@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import signal
 import threading
@@ -208,6 +209,48 @@ def test_a_start_that_fails(make_driver, fake, words, error_class, text):
     fake.misbehave("")
     driver.add_requests(prompts)
     assert len(driver.drive_until_empty()) == 4
+
+
+IMPORTED = {
+    "event": "imported",
+    "versions": {"vllm": "1"},
+    "import_s": 1.0,
+    "device_type": "cpu",
+    "device_name": "x",
+}
+
+
+@pytest.mark.parametrize(
+    ("answers", "text"),
+    [
+        (
+            [{"event": "importing"}, {"event": "imported"}],
+            "'imported' without a proper versions.vllm, import_s, device_type, device_name",
+        ),
+        ([{"event": "importing"}, IMPORTED | {"versions": []}], "'imported' without a proper versions.vllm"),
+        (
+            [{"event": "importing"}, IMPORTED, {"event": "ready", "engine_s": 1.0, "settings": {}}],
+            "'ready' without a proper settings.num_blocks, settings.page_size",
+        ),
+        ([{"event": "error"}], "'error' without a proper message"),
+        ([{"event": "not_installed"}], "'not_installed' without a proper python"),
+    ],
+)
+def test_a_program_with_other_answers_than_the_workers_is_told_from_vllm(make_driver, fake, answers, text):
+    driver, _ = make_driver(driver={"python": str(write_program(fake, map(json.dumps, answers)))})
+    with pytest.raises(EngineError, match=text) as raised:
+        driver.warmup()
+    assert "vLLM failed while" in str(raised.value)
+    assert "driver.python must be a Python interpreter" in str(raised.value)
+    assert str(fake.tmp_path / "vllm.log") in str(raised.value)
+
+
+def write_program(fake, lines):
+    """A program that prints lines and waits."""
+    program = fake.tmp_path / "program.sh"
+    program.write_text("#!/bin/sh\ncat <<'END'\n" + "\n".join(lines) + "\nEND\nsleep 600\n")
+    program.chmod(0o755)
+    return program
 
 
 def test_a_start_that_hangs_ends_in_time_and_says_where(make_driver, fake):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 from cbexp.engine.types import EngineError
@@ -24,6 +25,20 @@ OUT_OF_MEMORY = (
 NO_DEVICE = ("Failed to infer device type", "No CUDA GPUs are available", "Found no NVIDIA driver")
 # The error of the process that waits for the engine; why the engine failed is in the log before it.
 NOT_A_CAUSE = ("Engine core initialization failed", "EngineCore encountered an issue")
+# Dotted keys of the worker's answers that are read here. A program that answers in its place has other things to say.
+ANSWERS: dict[str, dict[str, type | UnionType]] = {
+    "not_installed": {"python": str},
+    "imported": {
+        "versions.vllm": str | None,
+        "import_s": float,
+        "device_type": str | None,
+        "device_name": str | None,
+    },
+    "ready": {"engine_s": float, "settings.num_blocks": int | None, "settings.page_size": int | None},
+    "round": {"start_s": float, "end_s": float, "outputs": list},
+    "error": {"message": str},
+}
+_ABSENT = object()
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 # "(EngineCore pid=12) ERROR 07-31 12:00:00 [core.py:1] " before the text of a line.
 _PREFIX = re.compile(r"^(\(\w+[^)]*\)\s*)?((DEBUG|INFO|WARNING|ERROR) [\d-]+ [\d:]+ \[[^\]]*\]\s*)?")
@@ -40,11 +55,32 @@ def describe_not_installed(python: str) -> ConfigError:
 
 
 def require_event(answer: Mapping[str, Any], event: str, doing: str, log_path: Path) -> Mapping[str, Any]:
-    """Return the worker's answer when it is the one expected; its error, or any other answer, is raised."""
-    if answer["event"] == event:
+    """Return the worker's answer when it is the one expected and whole; its error, or any other answer, is raised."""
+    found = answer["event"]
+    faults = [
+        key for key, kind in ANSWERS.get(found, {}).items() if not isinstance(_look_up(answer, key), kind)
+    ]
+    if faults:
+        said = f"it answered {found!r} without a proper {', '.join(faults)}"
+        raise describe_strange_answer(doing, said, log_path)
+    if found == event:
         return answer
-    said = answer["message"] if answer["event"] == "error" else f"it answered {answer['event']!r}"
+    said = answer["message"] if found == "error" else f"it answered {found!r}"
     raise describe_failure(doing, said, log_path)
+
+
+def _look_up(answer: Any, dotted_key: str) -> Any:
+    for name in dotted_key.split("."):
+        answer = answer.get(name, _ABSENT) if isinstance(answer, Mapping) else _ABSENT
+    return answer
+
+
+def describe_strange_answer(doing: str, said: str, log_path: Path) -> EngineError:
+    """The error of a process that answers what the worker never would, while `doing` something."""
+    return EngineError(
+        f"vLLM failed while {doing}: {said}. driver.python must be a Python interpreter, or a wrapper that starts one "
+        f"and prints nothing on stdout itself. Its log: {log_path}"
+    )
 
 
 def describe_failure(doing: str, reason: str, log_path: Path) -> CbexpError | EngineError:

@@ -188,6 +188,6 @@ def _parse(line: bytes) -> dict[str, Any]:
         message = json.loads(line)
     except ValueError as error:
         raise WorkerEndedError(f"it wrote what is no message: {line[:200]!r}") from error
-    if not isinstance(message, dict) or "event" not in message:
+    if not isinstance(message, dict) or not isinstance(message.get("event"), str):
         raise WorkerEndedError(f"it wrote what is no message: {line[:200]!r}")
     return message

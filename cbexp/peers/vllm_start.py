@@ -107,7 +107,9 @@ def start_engine(
     worker.send({"engine": dict(config.engine)})
     answer = start.receive(worker)
     if answer["event"] == "not_installed":
-        raise describe_not_installed(answer["python"])
+        raise describe_not_installed(
+            require_event(answer, "not_installed", "starting", config.log_path)["python"]
+        )
     require_event(answer, "importing", "starting", config.log_path)
     start.enter("importing")
     imported = require_event(start.receive(worker), "imported", "importing", config.log_path)
