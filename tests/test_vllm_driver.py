@@ -253,6 +253,18 @@ def write_program(fake, lines):
     return program
 
 
+@pytest.mark.parametrize("line", ["hello banner", '{"event": ["importing"]}', "{}", "[1]"])
+def test_a_wrapper_that_prints_on_stdout_is_told_not_to(make_driver, fake, line):
+    driver, _ = make_driver(driver={"python": str(write_program(fake, [line]))})
+    with pytest.raises(
+        EngineError, match="vLLM failed while starting: it wrote what is no message"
+    ) as raised:
+        driver.warmup()
+    assert line in str(raised.value)
+    assert "a wrapper that starts one and prints nothing on stdout itself" in str(raised.value)
+    assert str(fake.tmp_path / "vllm.log") in str(raised.value)
+
+
 def test_a_start_that_hangs_ends_in_time_and_says_where(make_driver, fake):
     fake.misbehave("hang_at_start")
     told = []

@@ -14,8 +14,8 @@ from cbexp.engine.request_book import PromptGroup, RequestBook
 from cbexp.engine.types import Completion, EngineError
 from cbexp.peers.device_memory import read_used_bytes
 from cbexp.peers.queued_driver import QueuedDriver
-from cbexp.peers.vllm_failures import describe_failure, require_event
-from cbexp.peers.vllm_process import WorkerEndedError, WorkerProcess
+from cbexp.peers.vllm_failures import describe_failure, describe_strange_answer, require_event
+from cbexp.peers.vllm_process import WorkerEndedError, WorkerMessageError, WorkerProcess
 from cbexp.peers.vllm_start import VllmConfig, start_engine
 
 # What vLLM runs where nothing of `compile` is set: compiled forwards, and CUDA graphs of them on a GPU.
@@ -176,6 +176,8 @@ class VllmDriver(QueuedDriver):
             worker.kill()
             if isinstance(error, WorkerEndedError):
                 raise describe_failure(doing, f"its process ended: {error}", self._config.log_path) from error
+            if isinstance(error, WorkerMessageError):
+                raise describe_strange_answer(doing, str(error), self._config.log_path) from error
             raise
 
 

@@ -27,6 +27,10 @@ class WorkerEndedError(Exception):
     """The worker process is gone; the message says how it ended."""
 
 
+class WorkerMessageError(Exception):
+    """The worker wrote what is no message; the message here says what."""
+
+
 class WorkerTimeoutError(Exception):
     """The worker has not answered in time."""
 
@@ -72,7 +76,8 @@ class WorkerProcess:
         """Wait for the next message; `on_wait` is called about once a second until it is there.
 
         Raises:
-            WorkerEndedError: the process ended, or what it wrote is no message.
+            WorkerEndedError: the process ended.
+            WorkerMessageError: what it wrote is no message.
             WorkerTimeoutError: there was none within `timeout_s` (None: no limit).
         """
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
@@ -187,7 +192,7 @@ def _parse(line: bytes) -> dict[str, Any]:
     try:
         message = json.loads(line)
     except ValueError as error:
-        raise WorkerEndedError(f"it wrote what is no message: {line[:200]!r}") from error
+        raise WorkerMessageError(f"it wrote what is no message: {line[:200]!r}") from error
     if not isinstance(message, dict) or not isinstance(message.get("event"), str):
-        raise WorkerEndedError(f"it wrote what is no message: {line[:200]!r}")
+        raise WorkerMessageError(f"it wrote what is no message: {line[:200]!r}")
     return message

@@ -100,7 +100,7 @@ def start_engine(
 ) -> dict[str, Any]:
     """Wait until the worker's engine is up; returns versions, device and settings as vLLM has resolved them.
 
-    Raises as `VllmDriver`, and `WorkerEndedError`.
+    Raises as `VllmDriver`, and `WorkerEndedError` and `WorkerMessageError`.
     """
     start = _Start(config, on_progress)
     start.enter("starting Python")
