@@ -1,5 +1,6 @@
 """The command line in-process over a stubbed experiment: messages, exit codes, sweeps, what is written; no model."""
 
+import dataclasses
 import json
 import os
 import re
@@ -177,6 +178,25 @@ def test_sweep_ends_with_a_table_of_what_differs(run, experiment):
     rows = [line.split()[1:3] for line in result.out.splitlines() if line.startswith((" 1 ", " 2 "))]
     assert rows == [["seed=1", "completed"], ["seed=2", "out_of_memory"]]
     assert "1 of 2 cells are done" in result.out
+
+
+@pytest.mark.parametrize("value", ["null", "NULL", "none", "choice(null)"])
+def test_no_experiment_can_be_chosen(run, experiment, value):
+    flags = ["-m"] if "(" in value else []
+    assert run(*flags, f"experiment={value}").code == 0
+    assert run().code == 0
+    chosen, default = (call.config for call in experiment.calls)
+    assert dataclasses.replace(chosen, isolation=default.isolation) == default
+
+
+@pytest.mark.parametrize("more", [[], ["dry_run=true"]])
+def test_no_experiment_can_be_a_cell_of_a_sweep(run, experiment, more):
+    experiment.behave = lambda config: "dry_run" if config.dry_run else "completed"
+    result = run("-m", "experiment=null,smoke", *more)
+    assert (result.code, result.err) == (0, "")
+    default, smoke = (call.config for call in experiment.calls)
+    assert (default.dataset.num_prompts, smoke.dataset.num_prompts) == (32, 4)
+    assert [call.overrides[0] for call in experiment.calls] == ["experiment=none", "experiment=smoke"]
 
 
 @pytest.mark.parametrize("more", [[], ["dry_run=true"]])
@@ -375,6 +395,15 @@ def test_keyboard_interrupt_stops_a_sweep(run, experiment):
         (["+foo=3"], ["+foo", "there is no setting foo"]),
         (["+model.foo=3"], ["+model.foo", "there is no setting model.foo", "Allowed in model"]),
         (["model=null"], ["model=null is not a choice"]),
+        (["+model=3"], ["model=3 is not a choice"]),
+        (["hydra/launcher=null"], ["hydra/launcher=null is not a choice", "slurm"]),
+        (["-m", "cache=small,3"], ["cache=3 is not a choice", "large"]),
+        (["-m", "cache=small,null"], ["cache=null is not a choice", "large"]),
+        (["-m", "cache=small,[a]"], ["cache=[a] is not a choice", "large"]),
+        (["-m", "driver=true,sync"], ["driver=True is not a choice", "generate"]),
+        (["-m", "experiment=3,smoke"], ["experiment=3 is not a choice", "none", "rollout_32"]),
+        (["hydra.sweeper.params.seed='1,2'"], ["hydra.sweeper.params.seed='1,2'", "-m seed=1,2"]),
+        (["-m", "+hydra.sweeper.params.seed='1,2'"], ["hydra.sweeper.params.seed='1,2'", "-m seed=1,2"]),
         (["model=[a,b]"], ["model=[a,b] is not a choice"]),
         (["~model"], ["model.name is not set"]),
         (["seed=1,2"], ["seed=1,2", "add -m"]),
@@ -561,10 +590,6 @@ def test_help_lists_groups_choices_and_root_settings(run):
 
 
 def test_help_lists_every_setting_of_the_root(run):
-    import dataclasses
-
-    from cbexp.config import ExperimentConfig
-
     out = run("--help").out
     for item in dataclasses.fields(ExperimentConfig):
         assert f"\n{item.name}" in out

@@ -15,7 +15,14 @@ import hydra
 from omegaconf import DictConfig
 
 from cbexp.cli.checked_jobs import CheckedCommand
-from cbexp.cli.composer import HYDRA_VERSION_BASE, parse_arguments, put_flags_first, register_job_folder
+from cbexp.cli.composer import (
+    HYDRA_VERSION_BASE,
+    name_no_experiment,
+    parse_arguments,
+    put_flags_first,
+    register_job_folder,
+    register_no_experiment,
+)
 from cbexp.cli.exit_codes import (
     EXIT_BAD_CONFIG,
     EXIT_BROKEN_PIPE,
@@ -63,6 +70,8 @@ def _run(arguments: list[str]) -> int:
         return EXIT_OK
     register_schema()
     register_job_folder()
+    register_no_experiment()
+    arguments = list(map(name_no_experiment, arguments))
     with _command_line(arguments):
         args = parse_arguments(arguments)
         sys.argv[1:] = put_flags_first(arguments, args.overrides)

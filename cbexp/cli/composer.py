@@ -23,6 +23,7 @@ from hydra._internal.utils import create_config_search_path, get_args_parser
 from hydra.conf import HydraConf
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -35,6 +36,7 @@ from cbexp.errors import ConfigError
 
 HYDRA_VERSION_BASE = "1.3"
 MAX_JOB_FOLDER_LENGTH = 80
+_NULL = re.compile(r"(?i)(?<![^=,(\s])null(?![^,)\s])")  # a whole value, of a sweep too
 SUBMITIT = "hydra_plugins.hydra_submitit_launcher"
 
 
@@ -52,6 +54,12 @@ class Composer:
         return {
             group: loader.get_group_options(group) for group in loader.list_groups("") if group != "hydra"
         }
+
+    def list_choices(self, group: str) -> list[str]:
+        """The choices of a configuration group, Hydra's own included; none where it is no group."""
+        if group.startswith("hydra/"):
+            return self.config_loader.get_group_options(group)
+        return self.groups.get(group, [])
 
     @property
     def config_loader(self) -> ConfigLoader:
@@ -102,6 +110,19 @@ def open_composer(conf_dir: Path, config_dir: str | None, config_name: str) -> I
 def parse_arguments(arguments: Sequence[str]) -> Namespace:
     """Return what Hydra's own parser makes of a command line, flags anywhere; a bad flag exits with 2."""
     return get_args_parser().parse_intermixed_args(arguments)
+
+
+def register_no_experiment() -> None:
+    """Register the choice `experiment=none`, which sets nothing."""
+    ConfigStore.instance().store(name="none", node={}, group="experiment", package="_global_")
+
+
+def name_no_experiment(argument: str) -> str:
+    """Return an argument with `none` in place of each `null` of `experiment=null,smoke`, for Hydra chooses by name."""
+    key, equals, value = argument.partition("=")
+    if key.lstrip("+") != "experiment":
+        return argument
+    return f"{key}{equals}{_NULL.sub('none', value)}"
 
 
 def put_flags_first(arguments: Sequence[str], overrides: Sequence[str]) -> list[str]:

@@ -66,6 +66,7 @@ def check_command(args: Namespace, conf_dir: Path, indices: Sequence[int] | None
         with _explained(args.overrides, composer):
             check_launcher_is_installed(parse_overrides(args.overrides))
             _check_group_overrides(args.overrides, composer)
+            _refuse_entry_of_no_sweep(args.overrides, composer)
             common = composer.compose_common(args.overrides)
             for folder in list_folders(common.hydra.searchpath):
                 refuse_hidden_choices(folder, conf_dir)
@@ -73,6 +74,7 @@ def check_command(args: Namespace, conf_dir: Path, indices: Sequence[int] | None
             if not is_multirun:
                 _refuse_sweep(args.overrides, common)
             cells = expand_sweep(common, composer.config_loader) if is_multirun else [args.overrides]
+            _check_group_overrides(sorted(set().union(*cells)), composer)
         numbered = list(zip(indices or range(len(cells)), cells, strict=True))
         if not is_multirun:
             job, place = _check_job(composer, args, args.overrides, None, common)
@@ -199,9 +201,29 @@ def _check_group_overrides(overrides: list[str], composer: Composer) -> None:
     """Refuse `model=null`, `model=3` and `model=[a,b]`, on which Hydra stumbles without naming the group."""
     for override in parse_overrides(overrides):
         is_named = override.is_sweep_override() or isinstance(override.value(), str)
-        key = override.get_key_element()
-        if not is_named and key in composer.groups:
-            raise ConfigError(explain_choice(key, override.get_value_element_as_str(), composer.groups[key]))
+        if is_named or override.is_delete():
+            continue
+        choices = composer.list_choices(override.key_or_group)
+        if choices:
+            value = override.get_value_element_as_str()
+            raise ConfigError(explain_choice(override.key_or_group, value, choices))
+
+
+def _refuse_entry_of_no_sweep(overrides: list[str], composer: Composer) -> None:
+    """Refuse `hydra.sweeper.params.seed='1,2'` where no yaml lists a sweep: Hydra has nothing to put it into."""
+    prefix = "hydra.sweeper.params."
+    entries = [
+        override for override in parse_overrides(overrides) if override.key_or_group.startswith(prefix)
+    ]
+    given = {override.input_line for override in entries}
+    if not entries:
+        return
+    common = composer.compose_common([text for text in overrides if text not in given])
+    if common.hydra.sweeper.params is None:
+        setting = f"{entries[0].key_or_group.removeprefix(prefix)}={entries[0].value()}"
+        raise ConfigError(
+            f"{entries[0].input_line}: there is no sweep to change. Write -m {setting} instead."
+        )
 
 
 def _refuse_sweep(overrides: list[str], common: DictConfig) -> None:
