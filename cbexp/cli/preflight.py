@@ -37,6 +37,7 @@ from cbexp.cli.own_choices import list_folders, refuse_hidden_choices
 from cbexp.cli.terminal import say
 from cbexp.config import SWEEP_SETTINGS, ExperimentConfig
 from cbexp.errors import CbexpError, ConfigError
+from cbexp.planning.vllm_python import check_interpreter
 
 PRIMARY_CONFIG = "config"
 MANY_CELLS = 20  # so many take seconds to compose
@@ -150,6 +151,8 @@ def _check_job(
         composed = composer.compose_job([*shared, *naming, *cell])
         with placed_job(composed, job_index) as place:
             config = convert_config(without_hydra(composed))
+        if has_basic_launcher(common):
+            check_interpreter(config.driver)
     _refuse_idle_architecture(cell, config)
     _refuse_sweep_in_sweep(cell, composed, common, where)
     own = [_with_job_number(text, job_index) for text in _list_own_overrides(cell)]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import Any
 
 import torch
 
-from cbexp.config import CompileConfig, DriverConfig, ExperimentConfig
+from cbexp.config import CompileConfig, ExperimentConfig
 from cbexp.engine.prompts import RequestLimits
 from cbexp.errors import ConfigError
 from cbexp.model.memory import cache_tokens_needed, total_memory_bytes
@@ -22,6 +20,7 @@ from cbexp.peers.vllm_driver import COMPILE_ARGUMENTS
 from cbexp.peers.vllm_start import VllmConfig
 from cbexp.planning.cache_sizing import full_lengths
 from cbexp.planning.plan import RunPlan
+from cbexp.planning.vllm_python import find_python, find_pythonpath
 
 LENGTH_MULTIPLE = 64  # of max_model_len, so that like workloads share compiled code
 UTILIZATION_DIGITS = 4
@@ -54,7 +53,7 @@ def build_vllm_config(
         ModelError: the model's folder is not there and cannot be fetched.
     """
     return VllmConfig(
-        python=_find_python(config.driver),
+        python=find_python(config.driver),
         environment=_build_environment(config, plan, os.environ),
         log_path=log_path.absolute(),
         start_timeout_s=config.driver.start_timeout_s,
@@ -136,15 +135,6 @@ def _memory_arguments(plan: RunPlan, prompt_lengths: Sequence[int], num_generati
     return arguments
 
 
-def _find_python(driver: DriverConfig) -> str:
-    if driver.python is None:
-        return sys.executable
-    found = shutil.which(Path(driver.python).expanduser())
-    if found is None:
-        raise ConfigError(f"driver.python={driver.python} is no program: give the path of an interpreter.")
-    return os.path.abspath(found)  # a virtual environment's is a link that must not be followed
-
-
 def _build_environment(config: ExperimentConfig, plan: RunPlan, ours: Mapping[str, str]) -> dict[str, str]:
     """Our environment, but for what leads Python to our packages; what `ENVIRONMENT` names, where we do not."""
     environment = ENVIRONMENT | {
@@ -152,8 +142,9 @@ def _build_environment(config: ExperimentConfig, plan: RunPlan, ours: Mapping[st
     }
     if config.compile.cache_dir is not None:
         environment.setdefault("VLLM_CACHE_ROOT", str(_cache_folder(config.compile) / "vllm"))
-    if config.driver.pythonpath is not None:
-        environment["PYTHONPATH"] = _absolute_path_list(config.driver.pythonpath)
+    pythonpath = find_pythonpath(config.driver)
+    if pythonpath is not None:
+        environment["PYTHONPATH"] = pythonpath
     if plan.device.type == "cuda":
         environment["CUDA_VISIBLE_DEVICES"] = _visible_device(plan.device, ours)
     elif config.model.num_threads is not None:
@@ -165,14 +156,6 @@ def _cache_folder(config: CompileConfig) -> Path:
     if config.cache_dir is None:
         return Path(tempfile.gettempdir(), "cbexp")
     return Path(config.cache_dir).expanduser().absolute()
-
-
-def _absolute_path_list(pythonpath: str) -> str:
-    folders = [Path(folder).expanduser().absolute() for folder in pythonpath.split(os.pathsep) if folder]
-    for folder in folders:
-        if not folder.exists():
-            raise ConfigError(f"driver.pythonpath={pythonpath}: there is no {folder}.")
-    return os.pathsep.join(map(str, folders))
 
 
 def _visible_device(device: torch.device, environment: Mapping[str, str]) -> str:
