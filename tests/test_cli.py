@@ -534,7 +534,15 @@ def test_bad_own_experiment_says_what_to_write(run, tmp_path, text, fragments):
 
 
 @pytest.mark.parametrize("name", ["experiment/rollout_32", "model/tiny", "hydra/launcher/slurm", "config"])
-@pytest.mark.parametrize("flags", [["--config-dir", "own"], ["hydra.searchpath=[file://own]"]])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--config-dir", "own"],
+        ["--config-dir", "own", "--cfg", "job"],
+        ["hydra.searchpath=[file://own]"],
+        ["-m", "seed=1,2", "hydra.searchpath=[own]"],
+    ],
+)
 def test_own_choice_with_the_name_of_a_built_in_one_is_refused(run, experiment, name, flags):
     own = Path("own") / f"{name}.yaml"
     own.parent.mkdir(parents=True)

@@ -33,7 +33,9 @@ from cbexp.cli.exit_codes import (
     choose_exit_code,
 )
 from cbexp.cli.job_runner import JobRunner
-from cbexp.cli.preflight import PRIMARY_CONFIG, check_command, refuse_repeated_keys
+from cbexp.cli.override_checks import refuse_repeated_keys
+from cbexp.cli.own_choices import refuse_hidden_choices
+from cbexp.cli.preflight import PRIMARY_CONFIG, check_command
 from cbexp.cli.terminal import report_error, say, silence_stdout
 from cbexp.config import register_schema
 from cbexp.engine import UnsupportedTransformersError, check_transformers_version
@@ -75,7 +77,19 @@ def _run(arguments: list[str]) -> int:
     with _command_line(arguments):
         args = parse_arguments(arguments)
         sys.argv[1:] = put_flags_first(arguments, args.overrides)
+        try:
+            _check_arguments(args)
+        except ConfigError as error:
+            report_error(error)
+            return EXIT_BAD_CONFIG
         return _show_information() if _asks_for_information(args) else _run_command(args)
+
+
+def _check_arguments(args: Namespace) -> None:
+    """Refuse what Hydra would pass over in silence, also where it only shows a configuration."""
+    refuse_repeated_keys(args.overrides)
+    if args.config_dir is not None:
+        refuse_hidden_choices(Path(args.config_dir), conf_dir())
 
 
 def _find_version() -> str:
@@ -94,7 +108,6 @@ def conf_dir() -> Path:
 
 def _run_command(args: Namespace) -> int:
     try:
-        refuse_repeated_keys(args.overrides)
         command = check_command(args, conf_dir())
         _check_transformers()
         if command.jobs[0].config.resume is None:

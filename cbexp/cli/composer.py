@@ -31,7 +31,6 @@ from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from cbexp.cli.own_choices import refuse_hidden_choices
 from cbexp.errors import ConfigError
 
 HYDRA_VERSION_BASE = "1.3"
@@ -90,14 +89,13 @@ def open_composer(conf_dir: Path, config_dir: str | None, config_name: str) -> I
     """Yield a composer over `conf_dir` and, searched after it, the user's own `config_dir`.
 
     Raises:
-        ConfigError: there is no such `config_dir`, or a yaml in it has the name of one in `conf_dir`.
+        ConfigError: there is no such `config_dir`.
     """
     version.setbase(HYDRA_VERSION_BASE)
     search_path = create_config_search_path(str(conf_dir))
     if config_dir is not None:
         if not Path(config_dir).is_dir():
             raise ConfigError(f"--config-dir={config_dir}: there is no such folder.")
-        refuse_hidden_choices(Path(config_dir), conf_dir)
         own = f"file://{os.path.abspath(config_dir)}"
         search_path.prepend(provider="command-line", path=own, anchor=SearchPathQuery(provider="schema"))
     hydra = Hydra.create_main_hydra2("cbexp", search_path)

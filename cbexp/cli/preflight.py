@@ -32,7 +32,13 @@ from cbexp.cli.composer import (
     placed_job,
     without_hydra,
 )
-from cbexp.cli.config_errors import explain_choice, explain_error, explain_unknown_setting
+from cbexp.cli.config_errors import explain_error, explain_unknown_setting
+from cbexp.cli.override_checks import (
+    refuse_broken_text,
+    refuse_entry_of_no_sweep,
+    refuse_sweep,
+    refuse_unnamed_choices,
+)
 from cbexp.cli.own_choices import list_folders, refuse_hidden_choices
 from cbexp.cli.terminal import say
 from cbexp.config import SWEEP_SETTINGS, ExperimentConfig
@@ -62,20 +68,20 @@ def check_command(args: Namespace, conf_dir: Path, indices: Sequence[int] | None
         raise ConfigError(
             "--experimental-rerun would write over the results of that run: give its overrides again."
         )
-    _refuse_broken_text(args.overrides)
+    refuse_broken_text(args.overrides)
     with open_composer(conf_dir, args.config_dir, args.config_name or PRIMARY_CONFIG) as composer:
         with _explained(args.overrides, composer):
             check_launcher_is_installed(parse_overrides(args.overrides))
-            _check_group_overrides(args.overrides, composer)
-            _refuse_entry_of_no_sweep(args.overrides, composer)
+            refuse_unnamed_choices(args.overrides, composer)
+            refuse_entry_of_no_sweep(args.overrides, composer)
             common = composer.compose_common(args.overrides)
             for folder in list_folders(common.hydra.searchpath):
                 refuse_hidden_choices(folder, conf_dir)
             is_multirun = args.multirun or common.hydra.mode == RunMode.MULTIRUN
             if not is_multirun:
-                _refuse_sweep(args.overrides, common)
+                refuse_sweep(args.overrides, common)
             cells = expand_sweep(common, composer.config_loader) if is_multirun else [args.overrides]
-            _check_group_overrides(sorted(set().union(*cells)), composer)
+            refuse_unnamed_choices(sorted(set().union(*cells)), composer)
         numbered = list(zip(indices or range(len(cells)), cells, strict=True))
         if not is_multirun:
             job, place = _check_job(composer, args, args.overrides, None, common)
@@ -105,20 +111,6 @@ def check_command(args: Namespace, conf_dir: Path, indices: Sequence[int] | None
         is_local=has_basic_launcher(common),
         has_dated_dir=is_sweep_dir_dated(common),
     )
-
-
-def refuse_repeated_keys(overrides: Sequence[str]) -> None:
-    """Raise `ConfigError` when a command line sets one key twice, of which Hydra would take the last in silence."""
-    first: dict[str, str] = {}
-    for text in overrides:
-        key = text.lstrip("+").partition("=")[0].strip()
-        if key in first:
-            raise ConfigError(
-                f"{first[key]} {text}: {key} is given twice. Keep one; several values of a sweep are "
-                f"{key}=a,b with -m."
-            )
-        if key:  # a text without one is refused for that
-            first[key] = text
 
 
 def convert_config(settings: DictConfig) -> ExperimentConfig:
@@ -200,50 +192,6 @@ def _explained(overrides: list[str], composer: Composer, where: str = "") -> Ite
         raise ConfigError(where + explain_error(error, overrides, composer.groups)) from error
 
 
-def _check_group_overrides(overrides: list[str], composer: Composer) -> None:
-    """Refuse `model=null`, `model=3` and `model=[a,b]`, on which Hydra stumbles without naming the group."""
-    for override in parse_overrides(overrides):
-        is_named = override.is_sweep_override() or isinstance(override.value(), str)
-        if is_named or override.is_delete():
-            continue
-        choices = composer.list_choices(override.key_or_group)
-        if choices:
-            value = override.get_value_element_as_str()
-            raise ConfigError(explain_choice(override.key_or_group, value, choices))
-
-
-def _refuse_entry_of_no_sweep(overrides: list[str], composer: Composer) -> None:
-    """Refuse `hydra.sweeper.params.seed='1,2'` where no yaml lists a sweep: Hydra has nothing to put it into."""
-    prefix = "hydra.sweeper.params."
-    entries = [
-        override for override in parse_overrides(overrides) if override.key_or_group.startswith(prefix)
-    ]
-    given = {override.input_line for override in entries}
-    if not entries:
-        return
-    common = composer.compose_common([text for text in overrides if text not in given])
-    if common.hydra.sweeper.params is None:
-        setting = f"{entries[0].key_or_group.removeprefix(prefix)}={entries[0].value()}"
-        raise ConfigError(
-            f"{entries[0].input_line}: there is no sweep to change. Write -m {setting} instead."
-        )
-
-
-def _refuse_sweep(overrides: list[str], common: DictConfig) -> None:
-    for override in parse_overrides(overrides):
-        if override.is_sweep_override():
-            raise ConfigError(
-                f"{override.input_line}: several values are a sweep: add -m. A list is written [a,b]."
-            )
-        if override.get_key_element() in SWEEP_SETTINGS:
-            raise ConfigError(
-                f"{override.input_line}: this is a setting of a sweep, and there is none: give the sweep's whole "
-                "command, with -m, or remove it."
-            )
-    if common.hydra.sweeper.params:
-        raise ConfigError("hydra.sweeper.params lists a sweep, but this is no multirun: add -m.")
-
-
 def _refuse_sweep_in_sweep(cell: list[str], composed: DictConfig, common: DictConfig, where: str) -> None:
     """Refuse a job whose experiment lists a sweep, of which the sweep that it is a job of knows nothing."""
     if composed.hydra.sweeper.params != common.hydra.sweeper.params:
@@ -257,16 +205,6 @@ def _refuse_idle_architecture(cell: list[str], config: ExperimentConfig) -> None
         raise ConfigError(
             f"{idle[0]} has no effect with model.init=pretrained: add model.init=random or remove it."
         )
-
-
-def _refuse_broken_text(overrides: list[str]) -> None:
-    for text in overrides:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ConfigError(f"{text!r} is no valid UTF-8: no record could hold it.") from error
-        if not text.partition("=")[0].strip():
-            raise ConfigError(f"{text!r}: settings are written as key=value.")
 
 
 def _refuse_settings_of_this_machine(config: ExperimentConfig) -> None:
