@@ -118,16 +118,29 @@ def _start(
 ) -> Tracker:
     """Start the run; what was to be online goes offline when that fails, and without W&B when that fails too."""
     tracker = Tracker(config)
+    failures: list[str] = []
     modes: list[Mode] = [choice.mode] if choice.mode == "offline" else ["online", "offline"]
     for mode in modes:
         try:
+            if failures:
+                _forget_failed_run()
             run = _init_run(settings, run_config, folder, mode)
         except Exception as error:  # noqa: BLE001 - wandb raises of every kind, and a job must start without it
-            tracker.warn(f"W&B could not start {mode}: {first_line(error)}")
+            failures.append(f"W&B could not start {mode}: {first_line(error)}")
             continue
         tracker.attach(run, mode, choice.reason if mode == choice.mode else "online failed")
-        return tracker
+        break
+    for failure in failures:
+        tracker.warn_of_fallback(failure)
     return tracker
+
+
+def _forget_failed_run() -> None:
+    """End wandb's own process, which would refuse the failed run's id to a second attempt; not under another run."""
+    import wandb
+
+    if wandb.setup().most_recent_active_run is None:
+        wandb.teardown()
 
 
 def _init_run(settings: wandb.Settings, run_config: dict[str, Any], folder: Path, mode: Mode) -> wandb.Run:

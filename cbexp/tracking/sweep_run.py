@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from cbexp.config import TrackingConfig
 from cbexp.errors import ConfigError
 from cbexp.tracking.identity import find_sweep_run_id
 from cbexp.tracking.start import start_run
+from cbexp.tracking.tracker import Tracker
 
 GOOD_ENDS = ("completed", "not_applicable")
 CELL, STATUS, THROUGHPUT = "label", "status", "output_tokens_per_s"
@@ -23,21 +25,38 @@ def log_sweep(
     """Log a finished sweep, one row a cell, as one W&B run; return what went wrong. A resumed sweep continues its run.
 
     Rows have `label`, `status` and `output_tokens_per_s` (None where there is none), and any other keys. The run counts
-    as failed when a cell does. Nothing is raised: the sweep is over, and its records are on disk.
+    as failed when a cell does. What cannot go online, for want of a server or of credentials, is kept offline. Nothing
+    is raised: the sweep is over, and its records are on disk.
     """
     if config.mode == "disabled":
         return []
-    run_id = find_sweep_run_id(sweep_folder)
     try:
-        tracker = start_run(
-            config, name, config.group or name, run_id, {"num_cells": len(rows)}, sweep_folder
-        )
+        tracker = _start_online_or_offline(config, name, sweep_folder, len(rows))
     except ConfigError as error:
         return [str(error)]
     statuses = Counter(str(row[STATUS]) for row in rows)
     tracker.log_values(lambda: _build_values(rows), {"num_cells": len(rows), "statuses": dict(statuses)})
     tracker.finish(exit_code=0 if set(statuses) <= set(GOOD_ENDS) else 1)
     return tracker.warnings
+
+
+def _start_online_or_offline(
+    config: TrackingConfig, name: str, sweep_folder: Path, num_cells: int
+) -> Tracker:
+    """Start the sweep's run, offline where it was to be online and cannot; a warning says why and how to upload it."""
+    try:
+        return _start(config, name, sweep_folder, num_cells)
+    except ConfigError as error:
+        if config.mode != "online":
+            raise
+        tracker = _start(replace(config, mode="offline"), name, sweep_folder, num_cells)
+        tracker.warn_of_fallback(str(error).rstrip("."))
+        return tracker
+
+
+def _start(config: TrackingConfig, name: str, sweep_folder: Path, num_cells: int) -> Tracker:
+    run_id = find_sweep_run_id(sweep_folder)
+    return start_run(config, name, config.group or name, run_id, {"num_cells": num_cells}, sweep_folder)
 
 
 def _build_values(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

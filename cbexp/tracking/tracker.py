@@ -62,6 +62,10 @@ class Tracker:
         """Add to `warnings`."""
         self._problems[text] += 1
 
+    def warn_of_fallback(self, text: str) -> None:
+        """Add to `warnings` why the run is not online, and how to upload what is kept instead."""
+        self.warn(text if self._run is None else f"{text}; the data is kept: {_sync_command(self._run)}")
+
     def log_resolved(self, settings: Mapping[str, Any]) -> None:
         """Add what `auto` and the like have become to the run's configuration, as `resolved`."""
         self._attempt("logging the plan", lambda run: run.config.update({"resolved": dict(settings)}))

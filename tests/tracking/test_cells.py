@@ -16,7 +16,7 @@ from cbexp.report.rows import run_rows
 from cbexp.tracking import log_sweep, start_tracking
 from cbexp.tracking.identity import find_cell_run_id
 from tests.tracking.test_tracking import REPOSITORY, run_script
-from tests.tracking.wandb_fixtures import a_round, a_summary, read_back
+from tests.tracking.wandb_fixtures import DEAD_SERVER, KEY, a_round, a_summary, read_back
 
 CELL = SweepInfo("group", 2, 0)
 
@@ -35,6 +35,13 @@ def make_cell(sweep_folder: Path, index: int, name: str | None = None) -> Path:
     folder.mkdir()
     (folder / "cell.json").write_text(json.dumps({"index": index, "cell_hash": f"hash{index}"}))
     return folder
+
+
+def lose_server(monkeypatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setenv("WANDB_BASE_URL", DEAD_SERVER)
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "1")
+    wandb.teardown()
 
 
 def start_cell(folder: Path, sweep: SweepInfo | None = CELL, **options: object):
@@ -100,6 +107,29 @@ def test_cell_whose_records_are_torn_is_a_new_run(sweep_folder, torn):
 def test_sweep_whose_record_is_torn_is_logged_all_the_same(sweep_folder):
     (sweep_folder / "sweep.json").write_text('{"na')
     assert log_sweep(TrackingConfig(mode="offline"), "night", sweep_folder, []) == []
+
+
+def test_cell_whose_server_cannot_be_reached_is_kept_offline_as_the_run_it_is(sweep_folder, monkeypatch):
+    folder = make_cell(sweep_folder, 0)
+    lose_server(monkeypatch)
+    with start_tracking(TrackingConfig(mode="online"), "seed=1", CELL, {"seed": 1}, folder) as tracker:
+        tracker.log_round(a_round(0), [])
+    (warning,) = tracker.warnings
+    assert warning.startswith("W&B could not start online")
+    assert read_back(folder).run.run_id == find_cell_run_id(folder)
+
+
+def test_run_of_the_callers_own_outlives_a_cell_that_cannot_go_online(sweep_folder, tmp_path, monkeypatch):
+    lose_server(monkeypatch)
+    (tmp_path / "own").mkdir()
+    settings = wandb.Settings(silent=True, reinit="create_new")
+    own = wandb.init(mode="offline", dir=tmp_path / "own", settings=settings)
+    folder = make_cell(sweep_folder, 0)
+    with start_tracking(TrackingConfig(mode="online"), "seed=1", CELL, {"seed": 1}, folder):
+        pass
+    own.log({"x": 1})
+    own.finish()
+    assert [row["x"] for row in read_back(tmp_path / "own").history] == [1]
 
 
 def test_configured_group_goes_before_that_of_the_sweep(sweep_folder):
@@ -219,9 +249,30 @@ def test_resumed_sweep_continues_its_run(sweep_folder):
     assert len({path.name for path in files}) == 1
 
 
-def test_sweep_without_credentials_costs_a_warning(sweep_folder):
-    (warning,) = log_sweep(TrackingConfig(mode="online"), "modes", sweep_folder, rows_of("completed"))
+def log_online(sweep_folder: Path, **options: object) -> list[str]:
+    return log_sweep(TrackingConfig(mode="online", **options), "modes", sweep_folder, rows_of("completed"))
+
+
+def test_sweep_that_has_lost_its_credentials_is_kept_offline(sweep_folder):
+    (warning,) = log_online(sweep_folder)
     assert warning.startswith("tracking=online, but there are no credentials")
+    assert f"; the data is kept: wandb sync {sweep_folder}/wandb/offline-run-" in warning
+    assert read_back(sweep_folder).summary["num_cells"] == 1
+
+
+@pytest.mark.parametrize("mode", ["online", "auto"])
+def test_sweep_whose_server_cannot_be_reached_is_kept_offline(sweep_folder, monkeypatch, mode):
+    lose_server(monkeypatch)
+    (warning,) = log_sweep(TrackingConfig(mode=mode), "modes", sweep_folder, rows_of("completed"))
+    assert warning.startswith("W&B could not start online")
+    assert f"; the data is kept: wandb sync {sweep_folder}/wandb/offline-run-" in warning
+    assert read_back(sweep_folder).summary["num_cells"] == 1
+
+
+def test_sweep_that_wandb_takes_neither_way_costs_a_warning(sweep_folder):
+    (warning,) = log_online(sweep_folder, project="a/b")
+    assert "project" in warning
+    assert not (sweep_folder / "wandb").exists()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A sweep that cannot go online as it is told to is refused before its first cell, with nothing of wandb left behind."""
+"""A sweep that cannot go online as it is told to is refused before its first cell, with no process of wandb left."""
 
 from __future__ import annotations
 

@@ -326,6 +326,7 @@ def test_unreachable_server_at_the_start_means_offline_with_a_warning(run_dir, m
     (warning,) = tracker.warnings
     assert "could not start online" in warning
     assert "connection refused" in warning
+    assert f"; the data is kept: wandb sync {run_dir}/wandb/offline-run-" in warning
     assert [row["round"] for row in read_back(run_dir).history] == [0]
 
 
