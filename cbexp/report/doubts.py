@@ -40,6 +40,8 @@ def _doubts_of_figures(run: Run) -> Iterator[str]:
         yield "completions differ between timed rounds of the same prompts"
     if run.figure("num_short"):
         yield "some requests ended below the fixed length"
+    if run.fact("is_fixed_length") is True and run.figure("num_judged"):
+        yield "answers were judged although sampling.ignore_eos=true wrote on past their ends: accuracy means little"
     yield from strings(run.summary, "warnings")
 
 

@@ -342,12 +342,19 @@ def test_a_clean_run_leaves_no_doubts(make_run):
         ({"walls_s": (1.0, 2.0, 3.0)}, "varies by more than ±5%"),
         ({"are_rounds_identical": False}, "completions differ between timed rounds"),
         ({"num_short": 2}, "ended below the fixed length"),
+        ({"accuracy": 0.0, "num_judged": 12}, "accuracy means little"),
         ({"warnings": ["cache is small"]}, "cache is small"),
     ],
 )
 def test_doubts_are_told(make_run, arguments, doubt):
     run = load_one(make_run("1", **{"walls_s": (1.0, 1.0, 1.0)} | arguments))
     assert any(doubt in sentence for sentence in find_doubts([run])), find_doubts([run])
+
+
+@pytest.mark.parametrize("judged", [{"num_judged": 0}, {"num_judged": 12, "is_fixed_length": False}])
+def test_accuracy_is_doubted_only_where_answers_are_judged_past_their_ends(make_run, judged):
+    run = load_one(make_run("1", walls_s=(1.0, 1.0, 1.0), **judged))
+    assert find_doubts([run]) == {}
 
 
 def test_differences_of_clocks_versions_and_variables_are_found(make_run):
