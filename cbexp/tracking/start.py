@@ -141,6 +141,7 @@ def _forget_failed_run() -> None:
 
     if wandb.setup().most_recent_active_run is None:
         wandb.teardown()
+        wandb.setup(wandb.Settings(silent=True))
 
 
 def _init_run(settings: wandb.Settings, run_config: dict[str, Any], folder: Path, mode: Mode) -> wandb.Run:

@@ -119,6 +119,15 @@ def test_cell_whose_server_cannot_be_reached_is_kept_offline_as_the_run_it_is(sw
     assert read_back(folder).run.run_id == find_cell_run_id(folder)
 
 
+def test_cells_of_one_process_that_cannot_go_online_print_nothing(sweep_folder, monkeypatch, capfd):
+    lose_server(monkeypatch)
+    for index in range(2):
+        folder = make_cell(sweep_folder, index)
+        with start_tracking(TrackingConfig(mode="online"), "seed=1", CELL, {"seed": 1}, folder):
+            pass
+    assert capfd.readouterr() == ("", "")
+
+
 def test_run_of_the_callers_own_outlives_a_cell_that_cannot_go_online(sweep_folder, tmp_path, monkeypatch):
     lose_server(monkeypatch)
     (tmp_path / "own").mkdir()
