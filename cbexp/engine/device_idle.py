@@ -32,6 +32,7 @@ class DeviceIdle:
     def begin(self) -> None:
         """Leave out what passes until the next piece of work: a drive begins."""
         self._unread.append(None)
+        self._read()
 
     def add(self, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
         """Count a piece of work by its events, recorded in the order of all others and made to be timed."""
