@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import sqrt
 
 from cbexp.report.json_files import positive_number
 from cbexp.report.run import Run
 
 STANDARD_ERRORS = 1.96  # 95 % of a normal distribution, two-sided
+
+
+def find_most_accurate(runs: Iterable[Run]) -> Run | None:
+    """The run with the largest share of correct completions; None where nothing was judged."""
+    judged = [(accuracy[0], run) for run in runs if (accuracy := _accuracy(run)) is not None]
+    return max(judged, key=lambda pair: pair[0])[1] if judged else None
 
 
 def is_less_accurate(run: Run, than: Run) -> bool:

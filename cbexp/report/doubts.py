@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from cbexp.report.accuracy import is_less_accurate
+from cbexp.report.accuracy import find_most_accurate, is_less_accurate
 from cbexp.report.json_files import lookup, number, strings
 from cbexp.report.run import Run
 
@@ -18,16 +18,23 @@ def find_doubts(runs: Sequence[Run]) -> dict[str, list[Run]]:
     for run in runs:
         for doubt in [*_doubts_of_figures(run), *_doubts_of_environment(run), *run.remarks]:
             doubts.setdefault(doubt, []).append(run)
-    if wrong := [run for run in runs if _is_wrong_more_often(run, runs)]:
+    if wrong := _find_wrong_more_often(runs):
         doubts["fewer correct completions than another run of the same work, beyond chance"] = wrong
     return doubts
 
 
-def _is_wrong_more_often(run: Run, runs: Sequence[Run]) -> bool:
-    work = run.fact("workload_hash")
-    return work is not None and any(
-        other.fact("workload_hash") == work and is_less_accurate(run, other) for other in runs
-    )
+def _find_wrong_more_often(runs: Sequence[Run]) -> list[Run]:
+    """Runs whose answers are wrong more often than those of the most accurate run of their work."""
+    works: dict[str, list[Run]] = {}
+    for run in runs:
+        if run.workload_hash is not None:
+            works.setdefault(run.workload_hash, []).append(run)
+    best = {work: find_most_accurate(some) for work, some in works.items()}
+    return [
+        run
+        for run in runs
+        if (other := best.get(run.workload_hash or "")) is not None and is_less_accurate(run, other)
+    ]
 
 
 def _doubts_of_figures(run: Run) -> Iterator[str]:

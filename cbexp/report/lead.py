@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from cbexp.report.accuracy import is_less_accurate
+from cbexp.report.accuracy import find_most_accurate, is_less_accurate
 from cbexp.report.baseline import Ratio, ratio_between
 from cbexp.report.environments import describe_environment
 from cbexp.report.json_files import Reader, strings
@@ -18,19 +18,22 @@ from cbexp.report.run import Run
 # As `cbexp.planning.idle_settings` words it.
 IDLE_SETTING = re.compile(r"([\w.]+)=.* has no effect with ")
 # Names of choices that are nothing but names, and what changes how long is measured, not what.
-NAMES = ("cache.name", "sampling.name", "num_rounds", "stats_path")
+NAMES = ("cache.name", "sampling.name", "num_rounds")
 # Facts that differ between the cells of one sweep, from slot to slot.
 PLACES = ("host", "GPU clocks and power", "$CUDA_VISIBLE_DEVICES")
 MAX_COMPARED = 100
+
+# Of the fastest run over its rival: there is none, too few rounds to tell, beyond the noise and not, or as may be since
+# the same configuration also came out slower.
+Verdict = Literal["alone", "untold", "ahead", "unclear", "shared"]
 
 
 @dataclass(frozen=True)
 class Lead:
     """`same`: runs that did the same as the fastest, in effect; `idle`: what its settings and theirs said of that.
 
-    `rival` is the fastest of the others, `ratio` the fastest run's to it. `is_shared`: one of the `same` is slower than
-    the rival, so that being ahead is a matter of luck. `more_right`: the most accurate of all runs of the work, where
-    the fastest one's answers are wrong more often than its.
+    `rival` is the fastest of the others, `ratio` the fastest run's to it. `more_right`: the most accurate run of the
+    work, where the fastest one's answers are wrong more often than its.
     """
 
     same: Sequence[Row]
@@ -40,12 +43,15 @@ class Lead:
     more_right: Row | None
 
     @property
-    def is_shared(self) -> bool:
-        """Whether the same configuration also came out behind the rival."""
-        rival = self.rival
-        return rival is not None and any(
-            row["output_tokens_per_s"] < rival["output_tokens_per_s"] for row in self.same
-        )
+    def verdict(self) -> Verdict:
+        """How sure it is that the fastest run's configuration is ahead of the rival's."""
+        if self.rival is None or self.ratio is None:
+            return "alone"
+        if any(row["output_tokens_per_s"] < self.rival["output_tokens_per_s"] for row in self.same):
+            return "shared"
+        if self.ratio.interval is None:
+            return "untold"
+        return "ahead" if self.ratio.interval.low > 1 else "unclear"
 
 
 def find_lead(rows: Sequence[Row], run_of: Mapping[str, Run]) -> Lead:
@@ -67,11 +73,10 @@ def find_lead(rows: Sequence[Row], run_of: Mapping[str, Run]) -> Lead:
 
 
 def _find_more_right(rows: Sequence[Row], run_of: Mapping[str, Run]) -> Row | None:
-    judged = [row for row in rows if row["accuracy"] is not None]
-    if not judged or rows[0]["accuracy"] is None:
+    rightest = find_most_accurate(run_of[row["folder"]] for row in rows)
+    if rightest is None or not is_less_accurate(run_of[rows[0]["folder"]], rightest):
         return None
-    rightest = max(judged, key=lambda row: float(row["accuracy"]))
-    return rightest if is_less_accurate(run_of[rows[0]["folder"]], run_of[rightest["folder"]]) else None
+    return next(row for row in rows if run_of[row["folder"]] is rightest)
 
 
 def are_same_in_effect(one: Run, other: Run) -> bool:

@@ -32,10 +32,10 @@ def _compare(lead: Lead, numbers: Mapping[str, int]) -> str:
     rival, ratio = lead.rival, lead.ratio
     if rival is None or ratio is None:
         return "has no other configuration beside it"
-    name, interval = f"#{numbers[rival['folder']]}", ratio.interval
-    if interval is None:
+    name = f"#{numbers[rival['folder']]}"
+    if ratio.interval is None:
         return f"makes {ratio.value:.2f}x what {name} does; too few rounds to tell how sure that is"
-    span = f"{ratio.value:.2f}x ({interval.low:.2f} to {interval.high:.2f})"
-    if interval.low > 1 and not lead.is_shared:
+    span = f"{ratio.value:.2f}x ({ratio.interval.low:.2f} to {ratio.interval.high:.2f})"
+    if lead.verdict == "ahead":
         return f"is ahead of {name} beyond the noise: {span}"
     return f"is not clearly ahead of {name}: {span}"

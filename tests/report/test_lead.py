@@ -78,7 +78,7 @@ def test_an_idle_setting_of_a_winner_alone_is_told_in_its_card(make_cell):
 
 def test_being_ahead_is_luck_where_the_same_configuration_also_lost(make_cell):
     folders = [make_cell("generate", 1, 1.0), make_cell("sync", 1, 2.0), make_cell("generate", 2, 3.0)]
-    assert work_of(*folders).lead.is_shared
+    assert work_of(*folders).lead.verdict == "shared"
     assert "2.00x, but the same configuration also came out slower than it" in card_of(*folders)
 
 
