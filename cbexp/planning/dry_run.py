@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -155,8 +154,12 @@ def _count_fitting(
     plan: RunPlan, at_full_length: Sequence[int], num_generations: int, num_tokens: int
 ) -> int:
     """How many requests `num_tokens` hold at full length, in their order, up to the largest batch."""
-    pages = (math.ceil(length / plan.page_size) for length in at_full_length for _ in range(num_generations))
-    num_fitting = sum(total * plan.page_size <= num_tokens for total in accumulate(pages))
+    needs = (
+        cache_tokens_needed([length], 1, plan.page_size)
+        for length in at_full_length
+        for _ in range(num_generations)
+    )
+    num_fitting = sum(total <= num_tokens for total in accumulate(needs))
     return min(num_fitting, plan.max_requests_per_batch)
 
 
