@@ -50,7 +50,6 @@ class LoadedModel:
     model: Any
     device: torch.device
     dtype: torch.dtype
-    attention: AttentionChoice
     num_parameters: int
     weight_bytes: int
     generation_eos_ids: tuple[int, ...]
@@ -122,7 +121,6 @@ def load_model(config: ModelConfig, adapter: AdapterConfig, seed: int) -> Loaded
         model=attached.model,
         device=device,
         dtype=dtype,
-        attention=attention,
         num_parameters=size.num_parameters,
         weight_bytes=size.num_bytes,
         generation_eos_ids=_read_eos_ids(model),
@@ -153,7 +151,6 @@ def describe_model(config: ModelConfig) -> LoadedModel:
         model=model,
         device=model.device,
         dtype=dtype,
-        attention=AttentionChoice(str(model.config._attn_implementation)),
         num_parameters=size.num_parameters,
         weight_bytes=size.num_bytes,
         generation_eos_ids=_read_eos_ids(model),
