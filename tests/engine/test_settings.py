@@ -9,8 +9,9 @@ import torch
 from transformers import GenerationConfig
 
 from cbexp import config as schema
-from cbexp.engine import CBSyncConfig, EngineError, SyncCBDriver
+from cbexp.engine import CBSyncConfig, EngineError, SyncCBDriver, cb_internals
 from cbexp.engine import settings as engine_settings
+from cbexp.peers import manager_settings
 
 
 def lengths(driver, prompts, **kwargs):
@@ -235,3 +236,5 @@ def test_eos_of_a_generation_config_is_checked(shared_model, eos):
 def test_the_bounds_of_the_command_line_are_the_engines():
     bounds = (engine_settings.MAX_BUCKET, engine_settings.MAX_BURST)
     assert bounds == (schema.MAX_BUCKET, schema.MAX_BURST)
+    shares = {cb_internals.MAX_MEMORY_FRACTION, manager_settings.MAX_MEMORY_FRACTION}
+    assert shares == {schema.MAX_MEMORY_FRACTION}
