@@ -28,7 +28,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from cbexp.engine import CBSyncConfig, SyncCBDriver
+from cbexp.engine import CBSyncConfig, SyncCBDriver, engine_slot
 from cbexp.engine.fused_projections import ProjectionFusion
 
 torch.set_num_threads(1)
@@ -183,3 +183,12 @@ def fused() -> Iterator[Callable[..., ProjectionFusion]]:
     yield make
     for fusion in fusions:
         fusion.close()
+
+
+@pytest.fixture
+def make_driver_anywhere(
+    make_driver: Callable[..., SyncCBDriver], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., SyncCBDriver]:
+    """Users are told to use fused layers on CUDA alone; plain torch computes the same."""
+    monkeypatch.setattr(engine_slot, "check_device", lambda config, device_type: None)
+    return make_driver

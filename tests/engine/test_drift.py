@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import cbexp
 from cbexp.dataset.arithmetic import build_questions
-from cbexp.engine import decode_model, engine_slot
+from cbexp.engine import decode_model
 from cbexp.engine.model_forward import ModelForward
 
 FOLDER = Path(cbexp.__file__).parent / "assets" / "tiny"
@@ -33,7 +33,7 @@ class BothForwards:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_log_probabilities_of_generated_tokens_are_those_of_the_models_own_code(
-    device, make_driver, monkeypatch
+    device, make_driver_anywhere, monkeypatch
 ):
     drifts = []
     build_forward = decode_model.DecodeModel._build_forward
@@ -42,15 +42,13 @@ def test_log_probabilities_of_generated_tokens_are_those_of_the_models_own_code(
         return BothForwards(ModelForward(self._model, self._pages), build_forward(self), drifts)
 
     monkeypatch.setattr(decode_model.DecodeModel, "_build_forward", build_both)
-    # Users are told to use fused layers on CUDA alone; plain torch computes the same.
-    monkeypatch.setattr(engine_slot, "check_device", lambda config, device_type: None)
     model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.bfloat16).to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     chats = [
         [{"role": "user", "content": question.text}] for question in build_questions(32, 7, split="heldout")
     ]
     prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=False)
-    driver = make_driver(
+    driver = make_driver_anywhere(
         model,
         fusion="layers",
         max_new_tokens=48,

@@ -6,11 +6,8 @@ import inspect
 
 import pytest
 import torch
-import transformers
-from peft import LoraConfig, get_peft_model
-from torch import nn
 
-from cbexp.engine import EngineError, engine_slot, fused_layers, fused_ops
+from cbexp.engine import fused_layers, fused_ops
 from cbexp.engine.attention import ATTENTION_NAME
 from cbexp.engine.decode_buffers import allocate_decode_buffers
 from cbexp.engine.fused_forward import FusedForward
@@ -20,22 +17,15 @@ from cbexp.engine.model_forward import ModelForward
 from cbexp.engine.page_layout import PagePool
 from cbexp.engine.sampling import advance
 from tests.engine.fused_kernel_cases import EPS, randn, rotary_tables
+from tests.engine.fused_model_cases import (
+    HEAD_DIM,
+    MAX_POSITIONS,
+    NUM_KV_HEADS,
+    NUM_LAYERS,
+    PAGE_SIZE,
+    build,
+)
 
-NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, MAX_POSITIONS, PAGE_SIZE = 3, 2, 16, 64, 4
-SHAPE = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": NUM_LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": NUM_KV_HEADS,
-    "head_dim": HEAD_DIM,
-    "max_position_embeddings": MAX_POSITIONS,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-    "tie_word_embeddings": False,
-}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10_000.0,
@@ -76,19 +66,6 @@ MODELS = {
 }
 # In float32, but for the order of sums.
 TOLERANCE = {"rtol": 1e-5, "atol": 2e-5}
-
-
-def build(family="Qwen3", **changes):
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**(SHAPE | changes))
-    model = getattr(transformers, f"{family}ForCausalLM")._from_config(config)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            is_norm = name.endswith("norm.weight")
-            if parameter.dim() > 1 or name.endswith("bias") or is_norm:
-                parameter.normal_(1.0 if is_norm else 0.0, std=0.3, generator=generator)
-    return model.eval().requires_grad_(False)
 
 
 @pytest.fixture(params=MODELS.values(), ids=MODELS)
@@ -229,13 +206,6 @@ def test_the_weights_are_not_copied(fuse):
 # Whole drives: prompts through transformers' batches, then bursts
 
 
-@pytest.fixture
-def make_driver_anywhere(make_driver, monkeypatch):
-    """Users are told to use fused layers on CUDA alone; plain torch computes the same."""
-    monkeypatch.setattr(engine_slot, "check_device", lambda config, device_type: None)
-    return make_driver
-
-
 def test_prompts_and_bursts_equal_generate(model, make_driver_anywhere, make_prompts, greedy):
     """Prompts of several batches, beyond every window, more than fit at once."""
     prompts = make_prompts((1, 7, 16, 17, 40, 25))
@@ -322,150 +292,6 @@ def test_operators_declare_what_they_do(name):
     torch.library.opcheck(
         getattr(fused_ops, name), OPERATORS[name], test_utils=("test_schema", "test_faketensor")
     )
-
-
-# Models that cannot run so
-
-
-def with_lora():
-    config = LoraConfig(r=2, target_modules=["o_proj"], task_type="CAUSAL_LM")
-    return get_peft_model(build(), config).base_model.model
-
-
-def with_saved_head():
-    config = LoraConfig(
-        r=2,
-        target_modules=["o_proj"],
-        modules_to_save=["lm_head"],
-        layers_to_transform=[0],
-        task_type="CAUSAL_LM",
-    )
-    return get_peft_model(build(), config).base_model.model
-
-
-def quantised():
-    from torch.ao.quantization import quantize_dynamic
-
-    return quantize_dynamic(build("Llama"), {nn.Linear}, dtype=torch.qint8)
-
-
-def changed(change, family="Qwen3", **changes):
-    def make():
-        model = build(family, **changes)
-        change(model, model.model.layers[1])
-        return model
-
-    return make
-
-
-def own_linear(model, layer):
-    class Scaled(nn.Linear):
-        def forward(self, input):
-            return 2 * super().forward(input)
-
-    layer.mlp.down_proj = Scaled(48, 32, bias=False)
-
-
-def own_norm(model, layer):
-    layer.input_layernorm = nn.RMSNorm(32)
-
-
-def forward_hook(model, layer):
-    layer.self_attn.register_forward_hook(lambda module, args, output: output)
-
-
-def forward_pre_hook(model, layer):
-    model.model.norm.register_forward_pre_hook(lambda module, args: args)
-
-
-def replaced_forward(model, layer):
-    layer.mlp.forward = lambda x: x
-
-
-def one_in_float64(model, layer):
-    layer.mlp.up_proj.to(torch.float64)
-
-
-def norms_in_float32(model, layer):
-    model.to(torch.bfloat16)
-    model.model.norm.to(torch.float32)
-
-
-def other_parameter(model, layer):
-    class Packed(nn.Parameter):
-        pass
-
-    layer.self_attn.o_proj.weight = Packed(layer.self_attn.o_proj.weight)
-
-
-def head_with_bias(model, layer):
-    model.lm_head = nn.Linear(32, 97)
-
-
-def bias_of_up(model, layer):
-    layer.mlp.up_proj.bias = nn.Parameter(torch.zeros(48))
-
-
-def some_biases(model, layer):
-    layer.self_attn.k_proj.bias = nn.Parameter(torch.zeros(NUM_KV_HEADS * HEAD_DIM))
-
-
-def tied_projections(model, layer):
-    layer.self_attn.k_proj.weight = layer.self_attn.v_proj.weight
-
-
-class Qwen3ForCausalLM(transformers.Qwen3ForCausalLM):
-    """Another model by the same name."""
-
-
-def same_name():
-    return Qwen3ForCausalLM._from_config(transformers.Qwen3Config(**SHAPE))
-
-
-REFUSED = {
-    "gemma 2": (lambda: build("Gemma2"), "Gemma2ForCausalLM is not one of LlamaForCausalLM"),
-    "the same name": (same_name, "Qwen3ForCausalLM is not one of"),
-    "lora": (with_lora, r"o_proj is a peft\.tuners\.lora\.layer\.Linear \(an adapter"),
-    "a head that is trained beside lora": (with_saved_head, r"is a peft\."),
-    "quantised": (quantised, r"is a torch\.ao\..*Linear \(an adapter, or quantised"),
-    "a linear layer of another kind": (changed(own_linear), r"layers\.1\.mlp\.down_proj is a .*Scaled"),
-    "a norm of another kind": (changed(own_norm), r"input_layernorm is a torch\.nn\.modules\.normalization"),
-    "a hook": (changed(forward_hook), r"layers\.1\.self_attn has a hook"),
-    "a hook before": (changed(forward_pre_hook), r"model\.norm has a hook"),
-    "a forward": (changed(replaced_forward), r"layers\.1\.mlp has a hook or a replaced forward"),
-    "dynamic rope": (
-        lambda: build(
-            "Llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
-        ),
-        r"rope_type=dynamic\) changes with the length",
-    ),
-    "gelu": (lambda: build(hidden_act="gelu"), "its activation is gelu"),
-    "odd sizes": (lambda: build(intermediate_size=40), r"its intermediate_size \(40\) is not a multiple"),
-    "odd heads": (lambda: build(head_dim=8), r"its head_dim \(8\) is not a multiple of 16"),
-    "biases in the mlp": (lambda: build("Llama", mlp_bias=True), r"mlp\.gate_proj\.bias is a bias where"),
-    "one bias in the mlp": (changed(bias_of_up), r"layers\.1\.mlp\.up_proj\.bias is a bias"),
-    "one bias in attention": (changed(some_biases), "only some of the projections have a bias"),
-    "a bias of the head": (changed(head_with_bias), r"lm_head\.bias is a bias"),
-    "a weight in float64": (changed(one_in_float64), "differ in dtype: torch.float32, torch.float64"),
-    "norms in float32": (changed(norms_in_float32), "differ in dtype: torch.bfloat16, torch.float32"),
-    "a parameter of another kind": (changed(other_parameter), r"o_proj\.weight is a Packed"),
-    "projections that share a weight": (changed(tied_projections), "is shared with another parameter"),
-}
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_fused_is_told_why(name):
-    make, reason = REFUSED[name]
-    told = why_not_fused(make())
-    assert told is not None
-    with pytest.raises(ValueError, match=reason):
-        raise ValueError(told)
-
-
-def test_a_driver_that_is_to_fuse_what_cannot_be_fused_refuses(make_driver_anywhere):
-    with pytest.raises(EngineError, match=r"fusion='layers' is impossible: its activation is gelu"):
-        make_driver_anywhere(build(hidden_act="gelu"), fusion="layers", num_blocks=20).warmup()
 
 
 def test_every_field_of_a_layer_is_a_tensor_of_the_model():

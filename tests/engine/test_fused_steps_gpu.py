@@ -1,0 +1,217 @@
+"""On a CUDA device: whole decode steps of fused kernels, one by one and in a graph, against the model's own code."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+from cbexp.engine import sampling
+from cbexp.engine.attention import ATTENTION_NAME
+from cbexp.engine.decode_buffers import allocate_decode_buffers
+from cbexp.engine.fused_forward import FusedForward
+from cbexp.engine.fused_layers import read_fused_model
+from cbexp.engine.fused_ops import MAX_SKINNY_ROWS
+from cbexp.engine.fused_weights import FusedWeights
+from cbexp.engine.model_forward import ModelForward
+from cbexp.engine.page_layout import PagePool
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+
+
+@pytest.fixture(autouse=True)
+def _exact_fp32():
+    """TF32 would round the two sides differently."""
+    allowed = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+
+
+@pytest.mark.parametrize("rows", [1, 70, 1024])
+def test_rows_advance_as_in_plain_torch(rows):
+    """Which is what runs on the CPU."""
+    generator = torch.Generator().manual_seed(rows)
+
+    def draw(high, low=0):
+        return torch.randint(low, high, (1030,), generator=generator)
+
+    start = {"token_ids": draw(10), "positions": draw(30, -3).clamp(min=-1), "remaining": draw(5)}
+    plain, own = (
+        allocate_decode_buffers(
+            {}, max_rows=1030, max_burst=6, eos_token_ids=(2, 5), device=torch.device(device)
+        )
+        for device in ("cpu", DEVICE)
+    )
+    for buffers in (plain, own):
+        for name, value in start.items():
+            getattr(buffers, name).copy_(value)
+    for _ in range(6):
+        next_ids = draw(10)[:rows]
+        sampling.advance(plain, next_ids)
+        sampling.advance(own, next_ids.to(DEVICE))
+        for name in ("token_ids", "positions", "remaining", "outputs", "step"):
+            assert getattr(own, name).cpu().equal(getattr(plain, name)), name
+
+
+def build_model(dtype):
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        vocab_size=2003,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        max_position_embeddings=256,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+        tie_word_embeddings=False,
+    )
+    model = transformers.Qwen3ForCausalLM._from_config(config)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(std=0.15)
+    model.config._attn_implementation = ATTENTION_NAME
+    return model.to(DEVICE, dtype).eval().requires_grad_(False)
+
+
+def build_buffers(model, num_rows, max_burst):
+    page_size, width, num_layers = 16, 8, model.config.num_hidden_layers
+    pages_per_block = 2 * num_layers
+    shape = ((num_rows * width + 1) * pages_per_block, page_size, 4, 64)
+    pages = torch.full(shape, float("nan"), dtype=model.dtype, device=DEVICE)
+    pool = PagePool(tuple(range(num_layers)), pages, pages_per_block, 0, width, 0)
+    buffers = allocate_decode_buffers(
+        {"full_attention": pool},
+        max_rows=num_rows,
+        max_burst=max_burst,
+        eos_token_ids=(),
+        device=torch.device(DEVICE),
+    )
+    blocks = 1 + torch.randperm(num_rows * width, generator=torch.Generator().manual_seed(0))
+    table = (blocks * pages_per_block).view(num_rows, width)
+    buffers.block_tables["full_attention"].copy_(table)
+    return buffers
+
+
+def start_rows(buffers):
+    """A token each; every seventh row is not there, some end early."""
+    rows = torch.arange(buffers.max_rows, device=DEVICE)
+    buffers.token_ids.copy_(rows * 31 % 2003)
+    buffers.positions.copy_(torch.where(rows % 7 == 3, -1, 0))
+    buffers.remaining.copy_(torch.where(rows % 5 == 1, 9, 1000))
+    buffers.step.zero_()
+    buffers.outputs.fill_(-1)
+
+
+def capture(step):
+    """A graph of `step`, after two calls of it on a stream of its own, as torch's notes on graphs have it."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph
+
+
+@pytest.fixture
+def fused_forward():
+    made = []
+
+    def make(model, buffers):
+        weights = FusedWeights(model)
+        made.append(weights)
+        weights.refresh()
+        return FusedForward(read_fused_model(model, weights, 128), buffers.layers)
+
+    yield make
+    for weights in made:
+        weights.close()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("num_rows", "is_captured"), [(1, True), (4, False), (33, True), (65, False), (200, True)]
+)
+def test_steps_choose_what_the_models_own_code_does(num_rows, is_captured, fused_forward):
+    """In fp32, but for logits that differ by less than their rounding; both go on from the same tokens."""
+    num_steps, model = 30, build_model(torch.float32)
+    own_buffers, buffers = (build_buffers(model, num_rows, num_steps) for _ in range(2))
+    own, fused = ModelForward(model, own_buffers.layers), fused_forward(model, buffers)
+
+    def step():
+        sampling.advance(buffers, fused(buffers.token_ids, buffers.positions))
+
+    run = capture(step).replay if is_captured else step
+    # Rows that are not there have left nothing behind.
+    assert all(layer.pages.isnan().all() for layer in buffers.layers)
+    start_rows(own_buffers)
+    start_rows(buffers)
+    for index in range(num_steps):
+        is_active = own_buffers.positions >= 0
+        logits = own.logits(own_buffers.token_ids, own_buffers.positions)
+        run()
+        chosen = buffers.outputs[index].long()
+        assert (chosen >= 0).equal(is_active)
+        shortfall = logits.amax(1) - logits.gather(1, chosen.clamp(min=0)[:, None])[:, 0]
+        assert shortfall[is_active].max() < 1e-3
+        sampling.advance(own_buffers, chosen.clamp(min=0))
+        assert buffers.token_ids.equal(own_buffers.token_ids)
+        assert buffers.positions.equal(own_buffers.positions)
+    for layer, expected in zip(buffers.layers, own_buffers.layers, strict=True):
+        torch.testing.assert_close(layer.pages, expected.pages, rtol=1e-3, atol=1e-3, equal_nan=True)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("num_rows", "dtype"),
+    [
+        (1, torch.bfloat16),
+        (33, torch.bfloat16),
+        (MAX_SKINNY_ROWS, torch.bfloat16),
+        (33, torch.float32),
+    ],
+    ids=str,
+)
+def test_steps_replayed_back_to_back_equal_single_ones(num_rows, dtype, fused_forward):
+    """Bit for bit, while every kernel may start before its predecessor has ended: sums have one order."""
+    num_steps, model = 100, build_model(dtype)
+    single, replayed = (build_buffers(model, num_rows, num_steps) for _ in range(2))
+    forwards = [fused_forward(model, buffers) for buffers in (single, replayed)]
+    start_rows(single)
+    for _ in range(num_steps):
+        next_ids = forwards[0](single.token_ids, single.positions)
+        torch.cuda.synchronize()
+        sampling.advance(single, next_ids)
+        torch.cuda.synchronize()
+    graph = capture(lambda: sampling.advance(replayed, forwards[1](replayed.token_ids, replayed.positions)))
+    start_rows(replayed)
+    for _ in range(num_steps):
+        graph.replay()
+    assert len(single.outputs.unique()) > 1
+    assert replayed.outputs.equal(single.outputs)
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    for layer, expected in zip(replayed.layers, single.layers, strict=True):
+        assert layer.pages.view(bits).equal(expected.pages.view(bits))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("num_rows", [4, 65])
+def test_logits_are_as_close_as_the_models_own(num_rows, fused_forward):
+    exact_model = build_model(torch.float32)
+    inputs = torch.arange(num_rows, device=DEVICE), torch.zeros(num_rows, dtype=torch.int32, device=DEVICE)
+    exact = ModelForward(exact_model, build_buffers(exact_model, num_rows, 1).layers).logits(*inputs)
+    model = build_model(torch.bfloat16)
+    own = ModelForward(model, build_buffers(model, num_rows, 1).layers).logits(*inputs)
+    fused = fused_forward(model, build_buffers(model, num_rows, 1)).logits(*inputs)
+    own_error, fused_error = ((logits - exact).abs().mean() for logits in (own, fused))
+    assert fused_error <= 1.25 * own_error
