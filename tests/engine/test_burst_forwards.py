@@ -1,0 +1,131 @@
+"""Bursts of compiled, fused and checked forwards, the driver's tokens being those of the model's own code."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cbexp.engine import EngineError
+from cbexp.engine.step_loop import StepLoop
+
+
+def drive(driver, prompts, **kwargs):
+    driver.add_requests(prompts, **kwargs)
+    return [c.completion_ids for c in driver.drive_until_empty().values()]
+
+
+def test_a_compiled_forward_says_the_same(new_model, make_driver, prompts, greedy):
+    """Over batch sizes, drives and a change of the weights without compiling again; weights that moved are noticed."""
+    model = new_model("qwen3")
+    settings = {"compile_mode": "default", "compile_region": "layer"}
+    driver = make_driver(model, **settings, num_blocks=64, max_requests_per_batch=4)
+    for _ in range(2):
+        assert drive(driver, prompts) == [greedy(model, prompt, 12) for prompt in prompts]
+        with torch.no_grad():
+            model.lm_head.weight.mul_(-1)
+    stats = driver.compile_stats
+    assert stats["programs"] > 0
+    assert (stats["recompiles"], stats["graph_breaks"]) == (0, 0)
+    with torch.no_grad():
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight * -0.5)
+    assert drive(driver, prompts) == [greedy(model, prompt, 12) for prompt in prompts]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gemma3", "mistral", "gpt_oss"])
+def test_the_models_own_attention_takes_transformers_steps(
+    shared_model, make_driver, prompts, reference, family
+):
+    model = shared_model(family)
+    own = model.config._attn_implementation
+    driver = make_driver(model, attn_implementation=own, max_batch_tokens=24, num_blocks=60)
+    assert drive(driver, prompts, num_generations=2) == [
+        reference(family, prompt, 12) for prompt in prompts for _ in range(2)
+    ]
+    assert {(step.num_steps, step.bucket) for step in driver.steps} == {(1, None)}
+    assert "mixed" in {step.kind for step in driver.steps}
+    assert driver.resolved["attn_implementation"] == own
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_fused_projections_say_the_same(new_model, make_driver, prompts, greedy, family):
+    """Weights are fused in place and noticed when they are re-assigned; the modules come back as they were."""
+    model = new_model(family)
+    forwards = [name for name, module in model.named_modules() if "forward" in vars(module)]
+    driver = make_driver(model, fusion="projections", num_blocks=80)
+    for _ in range(2):
+        expected = [greedy(model, prompt, 12) for prompt in prompts]
+        assert drive(driver, prompts) == expected
+        assert [n for n, module in model.named_modules() if "forward" in vars(module)] == forwards
+        with torch.no_grad():
+            attention = model.model.layers[0].self_attn
+            attention.k_proj.weight = torch.nn.Parameter(attention.k_proj.weight * 0.5)
+            model.lm_head.weight.mul_(-1)
+    assert driver.resolved["fusion"] == "projections"
+    assert driver.resolved["fused_projections"]["num_fused_again"] > 0
+
+
+def test_a_step_that_computes_something_else_ends_the_run(
+    new_model, make_driver, prompts, greedy, monkeypatch
+):
+    """In warmup, and in a drive without one; with the check off, nobody notices."""
+    original = StepLoop.run
+
+    def run_wrongly(runner, bucket, num_steps):
+        original(runner, bucket, num_steps)
+        if bucket == 2:
+            runner._step._buffers.token_ids.add_(1)
+
+    model, settings = new_model("qwen3"), {"fusion": "projections", "max_requests_per_batch": 2}
+    monkeypatch.setattr(StepLoop, "run", run_wrongly)
+    driver = make_driver(model, num_blocks=64, **settings)
+    with pytest.raises(EngineError, match="Self-check of compile mode eager, batch of 2 rows"):
+        driver.warmup()
+    driver.add_requests(prompts)
+    with pytest.raises(EngineError, match="batch of 2 rows: the rows did not advance"):
+        driver.drive_until_empty()
+    expected = [greedy(model, prompt, 12) for prompt in prompts]
+    careless = make_driver(model, num_blocks=64, max_burst=1, self_check=False, **settings)
+    assert [len(tokens) for tokens in drive(careless, prompts)] == [12] * 7
+    monkeypatch.setattr(StepLoop, "run", original)
+    assert drive(driver, prompts) == expected
+
+
+def test_a_batch_size_is_checked_beside_live_requests(new_model, make_driver, prompts, greedy):
+    """Without warmup, smaller sizes are prepared while the cache is full of keys and values."""
+    model = new_model("gemma3")
+    limits = [40, 30, 20, 10, 5, 3, 2]
+    driver = make_driver(model, fusion="projections", num_blocks=70, page_size=16)
+    assert driver.resolved["self_check"]
+    tokens = drive(driver, prompts, max_new_tokens=limits)
+    assert tokens == [greedy(model, prompt, n) for prompt, n in zip(prompts, limits, strict=True)]
+    assert len({step.bucket for step in driver.steps}) > 3
+    results = driver.resolved["self_check_results"]
+    assert {result["bucket"] for result in results} == {step.bucket for step in driver.steps} - {None}
+    assert driver.compile_stats["max_logprob_error"] == max(r["max_logprob_error"] for r in results) < 1e-3
+
+
+def test_steps_alone_are_timed_and_leave_nothing(shared_model, make_driver, prompts, reference):
+    driver = make_driver(shared_model("qwen3"), num_blocks=64, max_requests_per_batch=4)
+    seconds = driver.time_decode_steps(4, 50, 5, num_bursts=3)
+    assert len(seconds) == 3
+    assert min(seconds) > 0
+    assert drive(driver, prompts) == [reference("qwen3", prompt, 12) for prompt in prompts]
+    with pytest.raises(EngineError, match="batch=3 is no batch size of this engine: 1, 2, 4"):
+        driver.time_decode_steps(3, 50, 5)
+    with pytest.raises(EngineError, match="set num_blocks"):
+        make_driver(shared_model("qwen3")).time_decode_steps(4, 50, 5)
+    own = make_driver(shared_model("qwen3"), num_blocks=64, attn_implementation="sdpa")
+    with pytest.raises(EngineError, match="attn_implementation='cbexp'"):
+        own.time_decode_steps(4, 50, 5)
+
+
+def test_an_eager_driver_has_compiled_nothing(shared_model, make_driver, prompts):
+    driver = make_driver(shared_model("qwen3"), num_blocks=64)
+    driver.warmup()
+    drive(driver, prompts)
+    stats = driver.compile_stats
+    assert stats.pop("device_idle_share") is None  # nothing to measure on a CPU
+    # Nothing to check either: these steps are the reference.
+    assert [stats.pop(name) for name in ("mean_logprob_error", "max_logprob_error")] == [None, None]
+    assert set(stats.values()) == {0}
+    assert make_driver(shared_model("qwen3"), attn_implementation="sdpa").compile_stats == {}
