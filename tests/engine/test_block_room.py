@@ -14,6 +14,7 @@ from cbexp.engine.cb_internals import (
     build_request_state,
 )
 from cbexp.engine.decode_requests import reserve_room
+from tests.engine.driving import drive
 
 PAGE = 8
 
@@ -105,11 +106,6 @@ def test_all_kinds_of_layers_have_their_pages_in_one_tensor(make_cache, family):
 
 
 # Sharing
-
-
-def drive(driver, prompts, **kwargs):
-    driver.add_requests(prompts, **kwargs)
-    return [c.completion_ids for c in driver.drive_until_empty().values()]
 
 
 def prefilled(driver):

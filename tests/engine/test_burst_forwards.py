@@ -7,11 +7,7 @@ import torch
 
 from cbexp.engine import EngineError
 from cbexp.engine.step_loop import StepLoop
-
-
-def drive(driver, prompts, **kwargs):
-    driver.add_requests(prompts, **kwargs)
-    return [c.completion_ids for c in driver.drive_until_empty().values()]
+from tests.engine.driving import drive
 
 
 def test_a_compiled_forward_says_the_same(new_model, make_driver, prompts, greedy):

@@ -12,13 +12,9 @@ from cbexp.engine.burst_length import ADMISSION_BURST, MIN_BURST, TAIL_BURST_ON_
 from cbexp.engine.burst_step import BurstStep
 from cbexp.engine.paged_engine import PagedEngine
 from cbexp.engine.step_loop import StepLoop
+from tests.engine.driving import drive
 
 SHAPES = ("natural", "buckets", "full")
-
-
-def drive(driver, prompts, **kwargs):
-    driver.add_requests(prompts, **kwargs)
-    return [c.completion_ids for c in driver.drive_until_empty().values()]
 
 
 def kinds(driver):

@@ -10,6 +10,7 @@ from peft import LoraConfig, get_peft_model
 
 from cbexp.engine import CBSyncConfig, EngineError, SyncCBDriver
 from cbexp.engine.step_loop import StepLoop
+from tests.engine.driving import drive
 
 NUM_NEW = 20
 GEMMA3 = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
@@ -20,11 +21,6 @@ def build_driver(model, **changes):
     settings = {"compile_mode": "default", "fusion": "none", "max_new_tokens": NUM_NEW, "page_size": 8}
     settings |= {"num_blocks": 80, "buckets": (2, 4), "max_batch_tokens": 256}
     return SyncCBDriver(model, None, CBSyncConfig(**(settings | changes)))
-
-
-def drive(driver, prompts, **kwargs):
-    driver.add_requests(prompts, **kwargs)
-    return [c.completion_ids for c in driver.drive_until_empty().values()]
 
 
 def programs_and_recompiles(driver):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from peft import LoraConfig, get_peft_model
 
+from tests.engine.driving import drive
+
 NUM_NEW = 12
 
 
@@ -13,11 +15,6 @@ def adapted(new_model):
     """PEFT's default initialisation is a no-op, hence random weights; the base is not merged."""
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False)
     return get_peft_model(new_model("qwen3"), config).eval()
-
-
-def drive(driver, prompts):
-    driver.add_requests(prompts)
-    return [c.completion_ids for c in driver.drive_until_empty().values()]
 
 
 def test_an_attached_adapter_is_applied(adapted, make_driver, prompts, greedy, reference):
