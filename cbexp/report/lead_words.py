@@ -33,6 +33,8 @@ def _compare(lead: Lead, numbers: Mapping[str, int]) -> str:
     if rival is None or ratio is None:
         return "has no other configuration beside it"
     name = f"#{numbers[rival['folder']]}"
+    if lead.verdict == "shared":
+        return f"makes {ratio.value:.2f}x what {name} does, but the same configuration also came out slower than it"
     if ratio.interval is None:
         return f"makes {ratio.value:.2f}x what {name} does; too few rounds to tell how sure that is"
     span = f"{ratio.value:.2f}x ({ratio.interval.low:.2f} to {ratio.interval.high:.2f})"

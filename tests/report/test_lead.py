@@ -80,6 +80,8 @@ def test_being_ahead_is_luck_where_the_same_configuration_also_lost(make_cell):
     folders = [make_cell("generate", 1, 1.0), make_cell("sync", 1, 2.0), make_cell("generate", 2, 3.0)]
     assert work_of(*folders).lead.verdict == "shared"
     assert "2.00x, but the same configuration also came out slower than it" in card_of(*folders)
+    text = format_report(load_runs(folders))
+    assert "#1 makes 2.00x what #2 does, but the same configuration also came out slower than it; #3" in text
 
 
 def test_without_another_configuration_there_is_no_rival(make_cell):
