@@ -129,7 +129,9 @@ def test_leads_are_told_on_the_terminal(make_cell):
     folders = [make_cell("generate", cache, wall_s) for cache, wall_s in ((1, 1.0), (2, 1.1), (None, 1.2))]
     folders += [make_cell("sync", 1, 1.01)]
     text = format_report(load_runs(folders))
-    assert "#1 is not clearly ahead of #2: 1.01x (" in text
+    assert "#1 makes 1.01x what #2 does, but the same configuration also came out slower than it" in text
     assert "; #3-4: the same in effect" in text
+    rivals = format_report(load_runs([make_cell("sync", 5, 1.0), make_cell("sync", 6, 1.01)]))
+    assert "#1 is not clearly ahead of #2: 1.01x (" in rivals
     one_round = format_report(load_runs([make_cell("sync", 3, 1.0, num_rounds=1), make_cell("sync", 4, 2.0)]))
     assert "#1 makes 2.04x what #2 does; too few rounds to tell" in one_round
