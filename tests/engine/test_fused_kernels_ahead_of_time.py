@@ -351,14 +351,16 @@ def test_tokens_of_an_attention_tile(num_programs, head_dim, itemsize, shared_ki
 @pytest.mark.parametrize(
     ("num_programs", "num_slots", "expected"),
     [
-        (8, 1024, 64),
-        (32, 8704, 256),
-        (64, 8704, 512),
-        (256, 1024, 1024),
+        (8, 1024, 256),
+        (32, 8704, 512),
+        (64, 8704, 1024),
+        (128, 8704, 2048),
+        (256, 1024, 2048),
         (256, 8704, 2048),
+        (512, 8704, 4096),
         (2048, 8704, 16384),
-        (8, 32768, 128),
-        (1, 100, 64),
+        (8, 32768, 256),
+        (1, 100, 256),
     ],
 )
 def test_chunks_of_attention(num_programs, num_slots, expected):

@@ -26,10 +26,12 @@ MIN_INNER_PER_ROW = 24
 # Programs of the fused attention per multiprocessor from which they are made small, and how many should fit at most.
 MANY_PROGRAMS_EACH = 12
 ROTATED_RESIDENT_PROGRAMS = 4
-# Tokens of a row from which its programs are more than one: at least, and for each program that there is anyway.
-# Reasoned from what one program reads in a microsecond; no other values have been measured.
-MIN_CHUNK = 64
+# Tokens of a row from which its programs are more than one: at least; for each program that there is anyway; and for
+# each while those are few, up to so many tokens that one long row among short ones is still cut.
+MIN_CHUNK = 256
 CHUNK_PER_PROGRAM = 4
+CHUNK_PER_PROGRAM_OF_FEW = 16
+MAX_CHUNK_OF_FEW = 2048
 # Programs per multiprocessor that rows as long as they may become would have; those of shorter ones end at once.
 MAX_CHUNKS_EACH = 16
 NARROW_TILES = tuple(AttentionTile(16, 1, stages) for stages in (6, 4, 3, 2))
@@ -113,5 +115,6 @@ def choose_attention_chunk(num_programs: int, num_slots: int, limits: DeviceLimi
     more of them a row gets; of many, the long rows alone get several, so that none is left over at the end.
     """
     by_device = -(-num_programs * num_slots // (MAX_CHUNKS_EACH * limits.num_multiprocessors))
-    wanted = max(MIN_CHUNK, CHUNK_PER_PROGRAM * num_programs, by_device)
+    for_few = min(CHUNK_PER_PROGRAM_OF_FEW * num_programs, MAX_CHUNK_OF_FEW)
+    wanted = max(MIN_CHUNK, for_few, CHUNK_PER_PROGRAM * num_programs, by_device)
     return 1 << (wanted - 1).bit_length()
