@@ -190,5 +190,6 @@ MODES = {
 def test_accuracy_in_bfloat16_is_that_of_eager_in_every_mode(arithmetic, plain_accuracy, settings):
     percentage, stats = arithmetic.measure(**settings)
     assert abs(percentage - plain_accuracy) <= 0.5
-    assert stats["max_logprob_error"] is not None, "the self-check has not run"
+    for name in ("max_logprob_error", "max_logit_error"):
+        assert stats[name] is not None, "the self-check has not run"
     assert (stats["recompiles"], stats["graph_breaks"], stats["skipped_cudagraphs"]) == (0, 0, 0)

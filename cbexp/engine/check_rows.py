@@ -58,12 +58,16 @@ class CheckRows:
                     tables[name].copy_(table)
 
     def reset(self) -> None:
-        """Go to the start: the same tokens at the same positions over the same keys and values each time."""
+        """Go to the start: the same tokens at the same positions over the same keys and values each time.
+
+        The logits left behind become NaN, so that a step which leaves none has none.
+        """
         buffers = self._buffers
         buffers.positions.fill_(-1)
         buffers.positions[: self.bucket].copy_(torch.tensor(self.positions, dtype=torch.int32))
         buffers.token_ids[: self.bucket].copy_(torch.arange(self.bucket) % NUM_TOKEN_IDS)
         buffers.remaining.fill_(2)
+        buffers.best_logits.fill_(math.nan)
         buffers.step.zero_()
         for seed, slots in enumerate(self._slots):
             slots.write(slots.random(seed))

@@ -46,7 +46,7 @@ class StepRunner(Protocol):
         """Compile or capture for a batch of `bucket` rows; idempotent, and live rows are left as they are."""
 
     def run(self, bucket: int, num_steps: int) -> None:
-        """Enqueue steps of: next = forward(token_ids[:bucket], positions[:bucket]); advance(buffers, next)."""
+        """Enqueue steps of: advance(buffers, *forward(token_ids[:bucket], positions[:bucket]))."""
 
     def close(self) -> None:
         """Drop what was compiled or captured; the runner is unusable afterwards."""

@@ -81,7 +81,7 @@ class CompiledStep(DecodeStep):
     def _cut(self, bucket: int) -> DecodeBuffers:
         rows = super()._cut(bucket)
         if self._options.is_batch_dynamic:
-            for tensor in (rows.token_ids, rows.positions, rows.remaining):
+            for tensor in (rows.token_ids, rows.positions, rows.remaining, rows.best_logits):
                 mark_dynamic(tensor, dim=0)
             mark_dynamic(rows.outputs, dim=1)
         return rows

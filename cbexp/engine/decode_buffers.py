@@ -18,7 +18,8 @@ class DecodeBuffers:
     `token_ids` int64 [max_rows]: the token to feed next. `positions` int32 [max_rows]: where it goes, -1 for an
     inactive row (finished or padding). `remaining` int32 [max_rows]: tokens the row may still produce.
     `eos_ids` int64 [max(1, num_eos)]: -1 where there is none. `outputs` int32 [max_burst, max_rows]: the token made
-    in each step, -1 for inactive rows. `step` int32 0-d: next row of `outputs`.
+    in each step, -1 for inactive rows. `best_logits` float32 [max_rows]: the logit of the last step's token; anything
+    for rows that were inactive in it. `step` int32 0-d: next row of `outputs`.
     `block_tables`: attention type -> int32 [max_rows, table_width]. `layers` by layer index.
     """
 
@@ -27,6 +28,7 @@ class DecodeBuffers:
     remaining: Tensor
     eos_ids: Tensor
     outputs: Tensor
+    best_logits: Tensor
     step: Tensor
     block_tables: dict[str, Tensor]
     layers: tuple[LayerPages, ...]
@@ -61,6 +63,7 @@ def allocate_decode_buffers(
         remaining=torch.zeros(max_rows, dtype=torch.int32, device=device),
         eos_ids=torch.tensor(list(eos_token_ids) or [-1], dtype=torch.int64, device=device),
         outputs=torch.full((max_burst, max_rows), -1, dtype=torch.int32, device=device),
+        best_logits=torch.zeros(max_rows, dtype=torch.float32, device=device),
         step=torch.zeros((), dtype=torch.int32, device=device),
         block_tables=block_tables,
         layers=_layers(pools, block_tables, device),

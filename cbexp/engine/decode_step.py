@@ -17,8 +17,11 @@ from cbexp.engine.sampling import advance
 class DecodeForward(Protocol):
     """The forward of one decode step, without host synchronisation; it changes nothing but the cache's pages."""
 
-    def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """Next token ids int64 [rows], for token ids int64 [rows] at positions int32 [rows] (-1: inactive row)."""
+    def __call__(self, token_ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Next token ids int64 [rows] and their logits float32 [rows].
+
+        For token ids int64 [rows] at positions int32 [rows] (-1: inactive row).
+        """
 
     def logits(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """The same step's logits [rows, vocab_size]."""
@@ -67,7 +70,8 @@ class DecodeStep:
 
 def run_step(forward: DecodeForward, rows: DecodeBuffers) -> None:
     """Run one decode step over all of `rows`."""
-    advance(rows, forward(rows.token_ids, rows.positions))
+    next_ids, best_logits = forward(rows.token_ids, rows.positions)
+    advance(rows, next_ids, best_logits)
 
 
 def cut_rows(buffers: DecodeBuffers, num_rows: int) -> DecodeBuffers:
@@ -78,6 +82,7 @@ def cut_rows(buffers: DecodeBuffers, num_rows: int) -> DecodeBuffers:
         positions=buffers.positions[:num_rows],
         remaining=buffers.remaining[:num_rows],
         outputs=buffers.outputs[:, :num_rows],
+        best_logits=buffers.best_logits[:num_rows],
     )
 
 
@@ -92,7 +97,8 @@ def inactive_rows(buffers: DecodeBuffers) -> Iterator[None]:
 @contextmanager
 def restored_state(buffers: DecodeBuffers) -> Iterator[None]:
     """Put back, after the body, all that a step changes in the buffers."""
-    state = (buffers.token_ids, buffers.positions, buffers.remaining, buffers.outputs, buffers.step)
+    rows = (buffers.token_ids, buffers.positions, buffers.remaining, buffers.outputs, buffers.best_logits)
+    state = (*rows, buffers.step)
     saved = [tensor.clone() for tensor in state]
     try:
         yield

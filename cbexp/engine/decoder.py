@@ -20,7 +20,7 @@ from cbexp.engine.decode_buffers import allocate_decode_buffers
 from cbexp.engine.decode_model import DecodeModel
 from cbexp.engine.fused_forward import FusedForward
 from cbexp.engine.row_upload import DecodeRow
-from cbexp.engine.self_check import SelfCheckResult, average_logprob_error, check_bucket
+from cbexp.engine.self_check import SelfCheckResult, check_bucket, summarize_errors
 from cbexp.engine.step_timing import time_decode_steps
 from cbexp.engine.types import CompileRegion, EngineError, Fusion
 
@@ -145,14 +145,12 @@ class Decoder:
 
         That is of drives, between bursts and batches of prompts; None without a GPU, and where the host launches each
         kernel of a burst: the device then waits within bursts, which their events do not tell.
-        `mean_logprob_error` and `max_logprob_error` are over the rows of all self-checks (None: nothing was checked).
+        `mean_logprob_error`, `max_logprob_error` (of the forward run eagerly), `mean_logit_error` and `max_logit_error`
+        (of steps as they run) are over the rows of all self-checks (None: nothing was checked).
         """
         stats = CompileStats() if self._runner is None else self._runner.stats
-        return asdict(stats) | {
-            "device_idle_share": self._bursts.idle.share if self.settings.mode in GRAPH_MODES else None,
-            "mean_logprob_error": average_logprob_error(self._checks.values()),
-            "max_logprob_error": max((c.max_logprob_error for c in self._checks.values()), default=None),
-        }
+        idle_share = self._bursts.idle.share if self.settings.mode in GRAPH_MODES else None
+        return asdict(stats) | {"device_idle_share": idle_share} | summarize_errors(self._checks.values())
 
     def close(self) -> None:
         """Drop what was captured, and give every parameter its own storage back."""

@@ -33,10 +33,15 @@ class FusedForward:
         self._arrivals = torch.zeros(max_rows * model.num_kv_heads, dtype=torch.int32, device=device)
         torch._dynamo.mark_static_address(self._arrivals)
 
-    def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """The next token of each row: int64 [rows] and int32 [rows] to int64 [rows]; writes the rows' pages."""
-        next_ids: Tensor = ops.best_tokens(self._decode(token_ids, positions), self._model.head)
-        return next_ids
+    def __call__(self, token_ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The next token of each row and its logit: int64 [rows] and int32 [rows] to int64 and float32 [rows].
+
+        Writes the rows' pages.
+        """
+        next_ids: Tensor
+        best_logits: Tensor
+        next_ids, best_logits = ops.best_tokens(self._decode(token_ids, positions), self._model.head)
+        return next_ids, best_logits
 
     def logits(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """The same step up to its logits, [rows, vocabulary] in the model's dtype."""
@@ -49,7 +54,8 @@ class FusedForward:
         """
         hidden = self._run(batch["input_ids"][0], partial(self._attend_packed, batch))
         ends = batch["logits_indices"][:num_rows]
-        next_ids: Tensor = ops.best_tokens(hidden[ends], self._model.head)
+        next_ids: Tensor
+        next_ids, _ = ops.best_tokens(hidden[ends], self._model.head)
         return next_ids
 
     def _decode(self, token_ids: Tensor, positions: Tensor) -> Tensor:

@@ -208,7 +208,7 @@ def _(x: Tensor, weight: Tensor) -> Tensor:
 
 
 @operator("best_tokens")
-def best_tokens(x: Tensor, weight: Tensor) -> Tensor:
+def best_tokens(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """As `fused_reference.best_tokens`."""
     if not x.is_cuda:
         return reference.best_tokens(x, weight)
@@ -222,8 +222,9 @@ def best_tokens(x: Tensor, weight: Tensor) -> Tensor:
 
 
 @best_tokens.register_fake
-def _(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty((x.shape[0],), dtype=torch.int64)
+def _(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    shape = (x.shape[0],)
+    return x.new_empty(shape, dtype=torch.int64), x.new_empty(shape, dtype=torch.float32)
 
 
 def _project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

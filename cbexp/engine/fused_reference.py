@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from cbexp.engine.sampling import choose_best
+
 
 def embed_norm(token_ids: Tensor, table: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Embeddings of `token_ids` [rows] and their RMS norm, both [rows, hidden]."""
@@ -53,9 +55,9 @@ def gated_projection(x: Tensor, weight: Tensor) -> Tensor:
     return functional.silu(gate) * up
 
 
-def best_tokens(x: Tensor, weight: Tensor) -> Tensor:
-    """Id (int64 [rows]) of the largest logit of x [rows, hidden]; of equals the lowest."""
-    return functional.linear(x, weight).float().argmax(dim=-1)
+def best_tokens(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Id (int64 [rows]) of the largest logit of x [rows, hidden], of equals the lowest, and that logit in float32."""
+    return choose_best(functional.linear(x, weight))
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:

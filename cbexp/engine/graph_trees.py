@@ -94,7 +94,7 @@ class TreeStep(CompiledStep):
 
     def _cut(self, bucket: int) -> DecodeBuffers:
         rows = super()._cut(bucket)
-        for tensor in (rows.token_ids, rows.positions, rows.remaining, rows.outputs):
+        for tensor in (rows.token_ids, rows.positions, rows.remaining, rows.outputs, rows.best_logits):
             self._mark_static(tensor)
         return rows
 

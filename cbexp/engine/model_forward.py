@@ -1,4 +1,4 @@
-"""One decode step of a model over its unchanged code: token ids and positions in, next token ids out."""
+"""One decode step of a model over its unchanged code: ids and positions in, next ids and their logits out."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from cbexp.engine.decode_cache import DecodeCache
 from cbexp.engine.page_layout import LayerPages
+from cbexp.engine.sampling import choose_best
 
 
 class ModelForward:
@@ -18,13 +19,15 @@ class ModelForward:
         self.model = model
         self.layers = layers
 
-    def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """Next token ids int64 [rows] for token ids int64 [rows] at positions int32 [rows] (-1: inactive row).
+    def __call__(self, token_ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Next token ids int64 [rows] and their logits float32 [rows].
+
+        For token ids int64 [rows] at positions int32 [rows] (-1: inactive row).
 
         The largest logit wins, the first among equals, as in transformers; in the model's own dtype, since the step
         to float32 there keeps every order.
         """
-        return self.logits(token_ids, positions).argmax(dim=-1)
+        return choose_best(self.logits(token_ids, positions))
 
     def logits(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """The same step's logits [rows, vocab_size] in the model's dtype."""

@@ -26,10 +26,11 @@ MIN_ROWS_FOR_MEAN = 32
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What rounding may do. Log-probabilities are of the reference's best token, in nats.
+    """What rounding may do. Log-probabilities are of the reference's best token, logits of the step's; both in nats.
 
-    They may differ by one spacing of its logits more: each side rounds its own by up to half of that. The mean may also
-    exceed its bound by the noise that the model itself makes of rounding, see `_rounding_noise`.
+    They have the same bounds. They may differ by one spacing of the logits more: each side rounds its own by up to half
+    of that. The mean may also exceed its bound by the noise that the model itself makes of rounding, see
+    `_rounding_noise`.
 
     `cache`: of one row's new keys, or values, in one layer, relative to their length.
     """
@@ -50,6 +51,8 @@ TOLERANCES = {
 class SelfCheckResult:
     """How far a batch size is from the reference, over its active rows; units as in `Tolerance`.
 
+    Errors of log-probabilities are of the forward run eagerly, those of logits of the step as it runs: it leaves the
+    logit of each row's token behind. Those of the cache are of both, the larger ones.
     The spacings are of numbers of the logits' dtype where the rows' best logits lie: how finely those are rounded.
     """
 
@@ -58,16 +61,27 @@ class SelfCheckResult:
     num_other_tokens: int
     mean_logprob_error: float
     max_logprob_error: float
+    mean_logit_error: float
+    max_logit_error: float
     max_cache_error: float
     mean_logit_spacing: float
     max_logit_spacing: float
     rounding_noise: float
 
 
-def average_logprob_error(results: Collection[SelfCheckResult]) -> float | None:
-    """The mean over all rows of all batch sizes in nats; None without results."""
+def summarize_errors(results: Collection[SelfCheckResult]) -> dict[str, float | None]:
+    """Mean and maximum of the errors over all rows of all batch sizes, in nats; None without results."""
+    return {
+        "mean_logprob_error": _average(results, [result.mean_logprob_error for result in results]),
+        "max_logprob_error": max((result.max_logprob_error for result in results), default=None),
+        "mean_logit_error": _average(results, [result.mean_logit_error for result in results]),
+        "max_logit_error": max((result.max_logit_error for result in results), default=None),
+    }
+
+
+def _average(results: Collection[SelfCheckResult], means: Sequence[float]) -> float | None:
     num_rows = sum(result.num_rows for result in results)
-    total = sum(result.mean_logprob_error * result.num_rows for result in results)
+    total = sum(result.num_rows * mean for result, mean in zip(results, means, strict=True))
     return total / num_rows if num_rows else None
 
 
@@ -92,9 +106,9 @@ def check_bucket(
 ) -> SelfCheckResult:
     """Run one step of `bucket` rows three ways: eagerly by `reference`, by `forward`, and by `runner`.
 
-    Compared are the logits of both forwards, the runner's tokens, what each writes to the cache and where, and how the
-    runner's rows advance. Buffers and cache are as before afterwards, whatever they hold; `pools` are those that the
-    buffers were made for. `tolerance` None: that of the cache's dtype.
+    Compared are the logits of both forwards, the runner's tokens and the logit that it leaves behind of each, what each
+    writes to the cache and where, and how the runner's rows advance. Buffers and cache are as before afterwards,
+    whatever they hold; `pools` are those that the buffers were made for. `tolerance` None: that of the cache's dtype.
 
     Raises:
         EngineError: they differ by more than rounding does; the message has bucket, mode and error.
@@ -106,19 +120,22 @@ def check_bucket(
         if not bool(logits.isfinite().all()):
             raise EngineError("The model's own logits are not finite: look at its weights.")
         own_logits, own_cache = check.run_forward(forward.logits, "the forward")
-        tokens, run_cache = check.run_step(runner)
+        tokens, best_logits, run_cache = check.run_step(runner)
     check.require_known(tokens, vocab_size=logits.shape[-1])
     spacing = _spacing_of_best(logits)
     logprobs = logits.float().log_softmax(-1)
     logprob_errors = _best_logprob_errors(logprobs, own_logits.float().log_softmax(-1))
     # How much less likely than the best one each token is by the reference.
     lag = logprobs.amax(-1) - logprobs.gather(1, tokens[:, None])[:, 0]
+    logit_errors = (best_logits - logits.gather(1, tokens[:, None])[:, 0].float()).abs()
     result = SelfCheckResult(
         bucket=bucket,
         num_rows=len(tokens),
         num_other_tokens=int((lag > 0).sum()),
         mean_logprob_error=float(logprob_errors.mean()),
         max_logprob_error=float(logprob_errors.max()),
+        mean_logit_error=float(logit_errors.mean()),
+        max_logit_error=float(logit_errors.max()),
         max_cache_error=max(_cache_error(cache, own_cache), _cache_error(cache, run_cache)),
         mean_logit_spacing=float(spacing.mean()),
         max_logit_spacing=float(spacing.max()),
@@ -147,14 +164,15 @@ class _Check:
         self._require_kept_slots(name)
         return logits, self.rows.read_new()
 
-    def run_step(self, runner: RunsSteps) -> tuple[Tensor, list[Tensor]]:
-        """The active rows' tokens int64, and what was written to the cache."""
+    def run_step(self, runner: RunsSteps) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """The active rows' tokens int64 and their logits float32, and what was written to the cache."""
         self.rows.reset()
         runner.run(self.rows.bucket, 1)
         self._require_kept_slots("the step")
-        tokens, cache = self._cut.outputs[0].long(), self.rows.read_new()
-        self._require_advanced(tokens)
-        return tokens[self._is_active], cache
+        tokens, best_logits = self._cut.outputs[0].long(), self._cut.best_logits.clone()
+        cache = self.rows.read_new()
+        self._require_advanced(tokens, best_logits)
+        return tokens[self._is_active], best_logits[self._is_active], cache
 
     def require_known(self, tokens: Tensor, *, vocab_size: int) -> None:
         """Raise for a token outside of the vocabulary."""
@@ -171,9 +189,13 @@ class _Check:
             ("log-probabilities differ by up to", result.max_logprob_error, max_logprob),
             ("keys or values in the cache differ by up to", result.max_cache_error, tolerance.cache),
             ("a token is less likely than the best by", max_lag, max_logprob),
+            ("the step's best logits differ by up to", result.max_logit_error, max_logprob),
         ]
         if has_mean:
-            bounds.append(("log-probabilities differ on average by", result.mean_logprob_error, mean_logprob))
+            bounds += [
+                ("log-probabilities differ on average by", result.mean_logprob_error, mean_logprob),
+                ("the step's best logits differ on average by", result.mean_logit_error, mean_logprob),
+            ]
         for what, error, bound in bounds:
             if not error <= bound:
                 raise self._failure(f"{what} {error:.4g}, where rounding makes {bound:g} at most")
@@ -183,11 +205,11 @@ class _Check:
         if layer is not None:
             raise self._failure(f"{name} changed keys or values in layer {layer} that were not its to write")
 
-    def _require_advanced(self, tokens: Tensor) -> None:
+    def _require_advanced(self, tokens: Tensor, best_logits: Tensor) -> None:
         """The rows' state after the step is what plain `advance` makes of its tokens."""
         after = [tensor.clone() for tensor in self._state()]
         self.rows.reset()
-        advance(self._cut, tokens.clamp(min=0))
+        advance(self._cut, tokens.clamp(min=0), best_logits)
         for is_state, expected in zip(after, self._state(), strict=True):
             if not torch.equal(is_state, expected):
                 raise self._failure("the rows did not advance as their tokens say")

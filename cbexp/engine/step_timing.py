@@ -96,7 +96,7 @@ def _synthetic_rows(
 
 def _state_tensors(buffers: DecodeBuffers) -> list[Tensor]:
     state = [buffers.token_ids, buffers.positions, buffers.remaining, buffers.eos_ids]
-    return [*state, buffers.outputs, buffers.step, *buffers.block_tables.values()]
+    return [*state, buffers.outputs, buffers.best_logits, buffers.step, *buffers.block_tables.values()]
 
 
 def _place_rows(buffers: DecodeBuffers, num_rows: int, first_position: int, num_steps: int) -> None:

@@ -98,6 +98,7 @@ def set_rows(buffers, positions, remaining=9):
     num_rows = len(positions)
     buffers.step.zero_()
     buffers.outputs.fill_(-1)
+    buffers.best_logits.zero_()
     buffers.positions.fill_(-1)
     buffers.positions[:num_rows].copy_(torch.tensor(positions, dtype=torch.int32))
     buffers.token_ids.copy_(torch.arange(buffers.max_rows) * 5 % VOCAB_SIZE)
@@ -115,6 +116,7 @@ def state_of(buffers):
             buffers.remaining,
             buffers.outputs,
             buffers.step,
+            buffers.best_logits,
             *pages.values(),
         )
     ]

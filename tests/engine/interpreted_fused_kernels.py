@@ -125,19 +125,23 @@ def test_head(rows, dtype):
     x, weight = linear_inputs(rows, dtype, out_features=333)
     # Of two logits that differ in their order of summation alone, either may be the larger.
     logits = functional.linear(x, weight).float()
-    chosen = best_tokens(x, weight)
-    assert chosen.dtype == torch.int64
+    chosen, values = best_tokens(x, weight)
+    assert (chosen.dtype, values.dtype) == (torch.int64, torch.float32)
     tolerance = TOLERANCES[dtype]["atol"]
-    assert (logits.gather(1, chosen[:, None]) >= logits.amax(1, keepdim=True) - tolerance).all()
+    of_chosen = logits.gather(1, chosen[:, None])
+    assert (of_chosen >= logits.amax(1, keepdim=True) - tolerance).all()
+    close(values.to(dtype), of_chosen[:, 0].to(dtype))
+    assert values.to(dtype).float().equal(values)  # the model's own logits are rounded
     if dtype == torch.float32:
-        assert chosen.equal(reference.best_tokens(x, weight))
+        assert chosen.equal(reference.best_tokens(x, weight)[0])
 
 
 def test_head_whose_logits_are_all_negative():
     """Zeros beyond the vocabulary do not win."""
     x, weight = torch.ones(2, 16), -torch.ones(37, 16)
     weight[35] *= 0.5
-    assert best_tokens(x, weight).tolist() == [35, 35]
+    chosen, values = best_tokens(x, weight)
+    assert (chosen.tolist(), values.tolist()) == ([35, 35], [-8.0, -8.0])
 
 
 @pytest.mark.parametrize("ids", [(0, 1), (5, 31), (31, 32), (40, 36, 99), (99, 2)], ids=str)
@@ -146,7 +150,9 @@ def test_of_equal_logits_the_lowest_id_wins(ids):
     x, weight = (tensor.mul(4).round() for tensor in linear_inputs(3))
     weight[list(ids)] = 3 * x[0]
     logits = functional.linear(x, weight)
-    assert best_tokens(x, weight)[0] == min(ids) == decode_finish.largest_logit(logits)[0]
+    for chosen, values in (best_tokens(x, weight), decode_finish.largest_logit(logits)):
+        assert chosen[0] == min(ids)
+        assert values.equal(logits.amax(-1))
 
 
 def test_logits_that_are_equal_once_rounded():
@@ -155,7 +161,8 @@ def test_logits_that_are_equal_once_rounded():
     weight = torch.full((40, 16), 1.0, dtype=torch.bfloat16)
     weight[7] = weight[33] = 16.0
     weight[33, 0] = 17.0
-    assert reference.best_tokens(x, weight).tolist() == best_tokens(x, weight).tolist() == [7]
+    for chosen, values in (reference.best_tokens(x, weight), best_tokens(x, weight)):
+        assert (chosen.tolist(), values.tolist()) == ([7], [256.0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -167,16 +174,36 @@ def test_largest_logit(num_columns, dtype):
         # Ties within a tile, across tiles, and with the last of all.
         for row, ids in enumerate([(3, 5), (4095, 4096), (8999, 0), (8999, 8192)]):
             logits[row, list(ids)] = 50.0
-    assert decode_finish.largest_logit(logits).equal(logits.argmax(-1))
+    chosen, values = decode_finish.largest_logit(logits)
+    assert chosen.equal(logits.argmax(-1))
+    assert values.dtype == torch.float32
+    assert values.equal(logits.float().amax(-1))
 
 
 @pytest.mark.parametrize("num_columns", [37, 9000])
 def test_a_nan_is_no_token_beyond_the_vocabulary(num_columns):
     logits = randn(3, num_columns)
     logits[1] = float("nan")
-    chosen = decode_finish.largest_logit(logits)
+    chosen, values = decode_finish.largest_logit(logits)
     assert 0 <= chosen[1] < num_columns
+    assert not values[1].isfinite()
     assert chosen[[0, 2]].equal(logits[[0, 2]].argmax(-1))
+    assert values[[0, 2]].equal(logits[[0, 2]].amax(-1))
+
+
+@pytest.mark.parametrize("num_tiles", [1, 3, 4, 70])
+def test_the_value_is_that_of_the_tile_whose_id_is_taken(num_tiles):
+    """In rows of ordinary values, of equal ones, of NaNs alone, and of nothing but minus infinity, as padding is."""
+    values = randn(4, num_tiles)
+    values[1], values[2], values[3] = -2.5, float("nan"), float("-inf")
+    ids = torch.arange(4 * num_tiles, dtype=torch.int32).flip(0).view(4, num_tiles)
+    best_ids, best = decode_finish.best_token(values, ids)
+    tiles = values[0].argmax().item(), 0
+    assert [ids[row, tile] for row, tile in enumerate(tiles)] == best_ids[:2].tolist()
+    assert best[:2].tolist() == [values[0].max(), -2.5]
+    assert all(best_ids[row] in ids[row] for row in (2, 3))
+    assert best[2].isnan()
+    assert best[3] == float("-inf")
 
 
 # Norms, rotation
@@ -311,7 +338,8 @@ def test_nan_of_one_row_stays_there():
     def run(x):
         parts = decode_linear.split_linear(x, weight, None, LinearTile(32, 32, splits=2))
         gated = decode_linear.gate_up_silu(x, weight, LinearTile(32, 32))
-        return [*decode_norms.add_norm(parts, residual, norm_weight, EPS), gated, best_tokens(x, weight)]
+        best_ids, values = best_tokens(x, weight)
+        return [*decode_norms.add_norm(parts, residual, norm_weight, EPS), gated, values, best_ids]
 
     expected = run(x)
     for value in (float("nan"), float("inf")):
@@ -320,6 +348,7 @@ def test_nan_of_one_row_stays_there():
         for actual, clean in zip(run(poisoned), expected, strict=True):
             assert actual[others].equal(clean[others])
         assert 0 <= run(poisoned)[-1][bad] < OUT_FEATURES
+        assert not run(poisoned)[-2][bad].isfinite()
 
 
 @pytest.mark.parametrize(("window", "chunk"), [(0, 1024), (6, 1024), (0, 16), (24, 16)])
@@ -356,10 +385,15 @@ def test_rows_advance_as_in_plain_torch(rows, eos_token_ids):
     for each in buffers:
         for name, value in start.items():
             getattr(each, name).copy_(value)
+        each.best_logits.fill_(-9.0)
     for _ in range(6):
-        next_ids = draw(10)[:rows]
-        sampling.advance(buffers[0], next_ids)
-        decode_finish.advance(buffers[1], next_ids)
-        for name in ("token_ids", "positions", "remaining", "outputs", "step"):
+        next_ids, logits = draw(10)[:rows], torch.randn(rows, generator=generator)
+        sampling.advance(buffers[0], next_ids, logits)
+        decode_finish.advance(buffers[1], next_ids, logits)
+        for name in ("token_ids", "positions", "remaining", "outputs", "best_logits", "step"):
             assert getattr(buffers[1], name).equal(getattr(buffers[0], name)), name
+        assert buffers[1].best_logits.equal(torch.cat([logits, torch.full((72 - rows,), -9.0)]))
     assert int(buffers[1].step) == 6
+    buffers[1].step.zero_()
+    decode_finish.advance(buffers[1], next_ids, torch.full((rows,), float("nan")))
+    assert buffers[1].best_logits.isnan().sum() == rows

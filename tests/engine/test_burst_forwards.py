@@ -22,6 +22,7 @@ def test_a_compiled_forward_says_the_same(new_model, make_driver, prompts, greed
     stats = driver.compile_stats
     assert stats["programs"] > 0
     assert (stats["recompiles"], stats["graph_breaks"]) == (0, 0)
+    assert 0 <= stats["mean_logit_error"] <= stats["max_logit_error"] < 1e-3
     with torch.no_grad():
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight * -0.5)
     assert drive(driver, prompts) == [greedy(model, prompt, 12) for prompt in prompts]
@@ -97,7 +98,8 @@ def test_a_batch_size_is_checked_beside_live_requests(new_model, make_driver, pr
     assert len({step.bucket for step in driver.steps}) > 3
     results = driver.resolved["self_check_results"]
     assert {result["bucket"] for result in results} == {step.bucket for step in driver.steps} - {None}
-    assert driver.compile_stats["max_logprob_error"] == max(r["max_logprob_error"] for r in results) < 1e-3
+    for name in ("max_logprob_error", "max_logit_error"):
+        assert driver.compile_stats[name] == max(result[name] for result in results) < 1e-3
 
 
 def test_steps_alone_are_timed_and_leave_nothing(shared_model, make_driver, prompts, reference):
@@ -122,6 +124,7 @@ def test_an_eager_driver_has_compiled_nothing(shared_model, make_driver, prompts
     stats = driver.compile_stats
     assert stats.pop("device_idle_share") is None  # nothing to measure on a CPU
     # Nothing to check either: these steps are the reference.
-    assert [stats.pop(name) for name in ("mean_logprob_error", "max_logprob_error")] == [None, None]
+    errors = ("mean_logprob_error", "max_logprob_error", "mean_logit_error", "max_logit_error")
+    assert [stats.pop(name) for name in errors] == [None] * 4
     assert set(stats.values()) == {0}
     assert make_driver(shared_model("qwen3"), attn_implementation="sdpa").compile_stats == {}

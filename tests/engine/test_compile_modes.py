@@ -16,6 +16,7 @@ from cbexp.engine.compile_stats import CompileStats
 from cbexp.engine.compiler_session import CompileOptions
 from cbexp.engine.graph_trees import TreeStep, require_main_thread
 from cbexp.engine.paged_attention_op import paged_decode_attention
+from cbexp.engine.sampling import choose_best
 from cbexp.engine.step_loop import StepLoop
 from cbexp.engine.types import EngineError
 from tests.engine.decode_fixtures import (
@@ -42,7 +43,7 @@ class ToyForward:
         self.head = nn.Linear(32, VOCAB_SIZE)
 
     def __call__(self, token_ids, positions):
-        return self.logits(token_ids, positions).argmax(-1)
+        return choose_best(self.logits(token_ids, positions))
 
     def logits(self, token_ids, positions):
         hidden = self.embedding(token_ids).view(-1, 8, 8) * self.scale
@@ -101,11 +102,27 @@ def test_eager_steps_are_forward_and_advance(buffers, make_runner):
     runner.prepare(3)
     set_rows(buffers, [3, 9, -1])
     with torch.no_grad():
-        first = forward(buffers.token_ids[:3], buffers.positions[:3])
+        first, _ = forward(buffers.token_ids[:3], buffers.positions[:3])
     runner.run(3, 2)
     assert buffers.outputs[0].tolist() == [first[0], first[1], -1] + [-1] * 6
     assert buffers.positions.tolist() == [5, 11, -1] + [-1] * 6
     assert int(buffers.step) == 2
+
+
+@pytest.mark.parametrize("mode", ["eager", "default"])
+@pytest.mark.parametrize("bucket", [1, 5])
+def test_a_step_leaves_the_logits_of_its_tokens_behind(buffers, make_runner, mode, bucket):
+    runner, forward = make_runner(mode), ToyForward(buffers.layers)
+    runner.prepare(bucket)
+    set_rows(buffers, POSITIONS[:bucket])
+    token_ids, positions = buffers.token_ids[:bucket].clone(), buffers.positions[:bucket].clone()
+    is_active, address = positions >= 0, buffers.best_logits.data_ptr()
+    with torch.no_grad():
+        expected = forward.logits(token_ids, positions).amax(-1)[is_active]
+    runner.run(bucket, 1)
+    torch.testing.assert_close(buffers.best_logits[:bucket][is_active], expected)
+    assert not buffers.best_logits[bucket:].any()
+    assert buffers.best_logits.data_ptr() == address
 
 
 @pytest.mark.parametrize("mode", ["default", "max_autotune_no_cudagraphs"])

@@ -163,6 +163,7 @@ def test_the_self_check_passes(ready):
         before = state_of(ready.setting.buffers)
         result = ready.setting.check(ready.runner, bucket, ready.mode)
         assert result.num_rows == max(1, bucket - 1)
+        assert 0 <= result.mean_logit_error <= result.max_logit_error < 1e-3
         assert all(map(torch.equal, state_of(ready.setting.buffers), before))
     check_counts(ready.runner, ready.mode, ready.buckets)
 
@@ -226,7 +227,8 @@ def test_the_self_check_passes_in_half_precision():
     runner = setting.make("compiled_cuda_graph", region="layer")
     for bucket in (8, 4):
         runner.prepare(bucket)
-        setting.check(runner, bucket)
+        result = setting.check(runner, bucket)
+        assert 0 <= result.mean_logit_error <= result.max_logit_error
     setting.close()
 
 
@@ -238,6 +240,33 @@ def test_the_self_check_finds_a_graph_of_other_weights(setting):
     runner.prepare(4)
     with pytest.raises(EngineError, match="mode some_mode, batch of 4 rows"):
         setting.check(runner, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mode", ["cuda_graph", "compiled_cuda_graph", "reduce_overhead"])
+def test_the_self_check_finds_a_graph_of_other_logits(mode, dtype):
+    """The forward run eagerly is right, and so are the graph's tokens and what it writes to the cache."""
+    model, other = (build_decode_model("qwen3", DEVICE).to(dtype) for _ in range(2))
+    with torch.no_grad():
+        other.lm_head.weight.mul_(0.8)
+    setting = Setting(model, dtype=dtype)
+    runner = setting.make(mode, ModelForward(other, setting.buffers.layers))
+    runner.prepare(8)
+    with pytest.raises(EngineError, match="batch of 8 rows: the step's best logits differ by up to"):
+        setting.check(runner, 8)
+    setting.close()
+
+
+def test_the_self_check_finds_a_graph_without_the_last_layers_attention(setting):
+    """Which is no part of what is written to the cache."""
+    other = build_decode_model("qwen3", DEVICE)
+    with torch.no_grad():
+        other.model.layers[-1].self_attn.o_proj.weight.zero_()
+    runner = setting.make("cuda_graph", ModelForward(other, setting.buffers.layers))
+    for bucket in (8, 1):
+        runner.prepare(bucket)
+        with pytest.raises(EngineError, match=r"a token is less likely|the step's best logits differ"):
+            setting.check(runner, bucket)
 
 
 def test_several_steps_in_a_graph(setting):

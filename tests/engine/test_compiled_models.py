@@ -11,7 +11,7 @@ from cbexp.engine.compiled_layers import find_decoder_layers
 from cbexp.engine.compiler_session import CompileOptions, compile_alone
 from cbexp.engine.model_forward import ModelForward
 from cbexp.engine.self_check import check_bucket
-from cbexp.engine.types import UnsupportedModelError
+from cbexp.engine.types import EngineError, UnsupportedModelError
 from tests.engine.decode_fixtures import (
     build_buffers,
     build_decode_model,
@@ -82,17 +82,42 @@ def test_a_models_steps_compile_once_and_survive_training(family, region, progra
     runner.close()
 
 
-def test_compiled_layers_pass_the_self_check_and_serve_decode_steps_alone():
-    pools = build_pools(30)
-    model = build_decode_model()
+@pytest.mark.parametrize(
+    ("region", "dtype", "bound"),
+    [("layer", torch.float32, 1e-4), ("model", torch.float32, 1e-4), ("model", torch.bfloat16, 0.2)],
+    ids=str,
+)
+def test_compiled_steps_pass_the_self_check_and_serve_decode_steps_alone(region, dtype, bound):
+    pools = build_pools(30, dtype=dtype)
+    model = build_decode_model().to(dtype)
     buffers = build_buffers(MAX_ROWS, pools=pools)
     forward = ModelForward(model, buffers.layers)
-    runner = build_step_runner(forward, buffers, "default", region="layer", model=model)
+    runner = build_step_runner(forward, buffers, "default", region=region, model=model)
     for bucket in (8, 1):
         runner.prepare(bucket)
-        check_bucket(runner, forward, forward.logits, buffers, pools, bucket=bucket, mode="default")
+        result = check_bucket(runner, forward, forward.logits, buffers, pools, bucket=bucket, mode="default")
+        assert 0 <= result.mean_logit_error <= result.max_logit_error < bound
+        assert result.max_logprob_error == 0.0  # of the forward run eagerly, which is the reference here
+        if bucket > 1:
+            assert result.max_logit_error > 0, "code of another order of sums rounds otherwise"
     assert runner.stats.programs == 2
     assert not any("forward" in vars(layer) for layer in model.model.layers)
+    runner.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_self_check_finds_a_compiled_step_of_other_logits(dtype):
+    """The forward run eagerly is right, and so are the tokens and the cache."""
+    pools = build_pools(30, dtype=dtype)
+    model, other = (build_decode_model().to(dtype) for _ in range(2))
+    with torch.no_grad():
+        other.lm_head.weight.mul_(0.8)
+    buffers = build_buffers(MAX_ROWS, pools=pools)
+    forward = ModelForward(model, buffers.layers)
+    runner = build_step_runner(ModelForward(other, buffers.layers), buffers, "default", model=other)
+    runner.prepare(8)
+    with pytest.raises(EngineError, match="default, batch of 8 rows: the step's best logits differ by up to"):
+        check_bucket(runner, forward, forward.logits, buffers, pools, bucket=8, mode="default")
     runner.close()
 
 

@@ -8,7 +8,7 @@ import torch
 from cbexp.engine.decode_buffers import allocate_decode_buffers
 from cbexp.engine.page_layout import PagePool
 from cbexp.engine.row_upload import DecodeRow, RowUpload
-from cbexp.engine.sampling import advance
+from cbexp.engine.sampling import advance, choose_best
 
 
 @pytest.fixture
@@ -36,6 +36,7 @@ def test_new_buffers_are_inactive_and_on_trash(buffers):
     dtypes = {buffers.positions.dtype, buffers.remaining.dtype, buffers.outputs.dtype, buffers.step.dtype}
     assert dtypes == {torch.int32}
     assert buffers.token_ids.dtype == buffers.eos_ids.dtype == torch.int64
+    assert (buffers.best_logits.dtype, buffers.best_logits.shape) == (torch.float32, (6,))
 
 
 def test_layers_know_their_pool_and_rank(buffers, pools):
@@ -51,14 +52,19 @@ def test_rows_advance_end_and_stay_ended(buffers):
     buffers.token_ids.copy_(torch.tensor([1, 2, 3, 4, 5, 6]))
     buffers.positions.copy_(torch.tensor([10, 20, -1, 30, 40, 50]))
     buffers.remaining.copy_(torch.tensor([3, 1, 5, 3, 2, 9]))
-    addresses = [t.data_ptr() for t in (buffers.token_ids, buffers.positions, buffers.outputs, buffers.step)]
+    buffers.best_logits.fill_(-8.0)
+    names = ("token_ids", "positions", "outputs", "best_logits", "step")
+    addresses = [getattr(buffers, name).data_ptr() for name in names]
 
-    advance(buffers, torch.tensor([11, 12, 13, 9, 15]))  # the last row of six is not in the batch
+    # The last row of six is not in the batch.
+    advance(buffers, torch.tensor([11, 12, 13, 9, 15]), torch.tensor([0.5, 1.5, 2.5, 3.5, 4.5]))
     # The second row made its last token, the fourth an EOS, the third was not there.
     assert buffers.positions.tolist() == [11, -1, -1, -1, 41, 50]
     assert buffers.token_ids.tolist() == [11, 2, 3, 4, 15, 6]
     assert buffers.remaining.tolist() == [2, 0, 5, 2, 1, 9]
-    advance(buffers, torch.tensor([21, 22, 23, 24, 25]))
+    assert buffers.best_logits.tolist() == [0.5, 1.5, 2.5, 3.5, 4.5, -8.0]
+    logits = torch.tensor([5.5, float("nan"), 7.5, 8.5, 9.5])
+    advance(buffers, torch.tensor([21, 22, 23, 24, 25]), logits)
     assert buffers.positions.tolist() == [12, -1, -1, -1, -1, 50]
     assert buffers.remaining.tolist() == [1, 0, 5, 2, 0, 9]
     assert buffers.outputs.tolist() == [
@@ -68,8 +74,8 @@ def test_rows_advance_end_and_stay_ended(buffers):
         [-1] * 6,
     ]
     assert int(buffers.step) == 2
-    after = [t.data_ptr() for t in (buffers.token_ids, buffers.positions, buffers.outputs, buffers.step)]
-    assert after == addresses
+    assert buffers.best_logits[[0, 4, 5]].tolist() == [5.5, 9.5, -8.0]
+    assert [getattr(buffers, name).data_ptr() for name in names] == addresses
 
 
 def test_without_eos_any_token_goes_on(pools):
@@ -78,8 +84,19 @@ def test_without_eos_any_token_goes_on(pools):
     )
     buffers.positions.zero_()
     buffers.remaining.fill_(2)
-    advance(buffers, torch.tensor([0]))
+    advance(buffers, torch.tensor([0]), torch.zeros(1))
     assert buffers.positions.tolist() == [1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_best_logit_is_the_first_of_the_largest(dtype):
+    nan = float("nan")
+    logits = torch.tensor([[1, 3, 3, 2], [-5, -4, -6, -4], [2, nan, 4, 1]], dtype=dtype)
+    next_ids, best_logits = choose_best(logits)
+    assert next_ids.tolist() == [1, 1, 1]
+    assert best_logits.dtype == torch.float32
+    assert best_logits[:2].tolist() == [3, -4]
+    assert best_logits[2].isnan()
 
 
 def test_an_upload_replaces_all_rows(buffers, pools):

@@ -12,6 +12,7 @@ import cbexp
 from cbexp.dataset.arithmetic import build_questions
 from cbexp.engine import decode_model
 from cbexp.engine.model_forward import ModelForward
+from cbexp.engine.sampling import choose_best
 
 FOLDER = Path(cbexp.__file__).parent / "assets" / "tiny"
 
@@ -25,10 +26,10 @@ class BothForwards:
     def __call__(self, token_ids, positions):
         own = self._own.logits(token_ids, positions).float().log_softmax(-1)
         fused = self._fused.logits(token_ids, positions).float().log_softmax(-1)
-        chosen = fused.argmax(-1, keepdim=True)
-        drift = (fused.gather(1, chosen) - own.gather(1, chosen))[positions >= 0, 0]
+        chosen, best = choose_best(fused)
+        drift = (best - own.gather(1, chosen[:, None])[:, 0])[positions >= 0]
         self._drifts.append(drift.abs().cpu())
-        return chosen[:, 0]
+        return chosen, best
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

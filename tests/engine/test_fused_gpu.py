@@ -122,9 +122,12 @@ def test_best_token(rows, dtype):
     """Of logits that differ by less than a rounding, any may be chosen."""
     x, weight = tensor(rows, HIDDEN, dtype=dtype), matrix(VOCABULARY, HIDDEN, dtype)
     logits = x.float() @ weight.float().T
-    chosen = fused_ops.best_tokens(x, weight)
-    shortfall = logits.amax(1) - logits.gather(1, chosen[:, None])[:, 0]
-    assert shortfall.max() <= TOLERANCES[dtype]["atol"]
+    chosen, values = fused_ops.best_tokens(x, weight)
+    of_chosen = logits.gather(1, chosen[:, None])[:, 0]
+    assert (logits.amax(1) - of_chosen).max() <= TOLERANCES[dtype]["atol"]
+    assert (chosen.dtype, values.dtype) == (torch.int64, torch.float32)
+    torch.testing.assert_close(values, of_chosen, **TOLERANCES[dtype])
+    assert values.to(dtype).float().equal(values)  # the model's own logits are rounded
 
 
 @pytest.mark.parametrize("rows", [4, MAX_SKINNY_ROWS, MAX_SKINNY_ROWS + 1])
@@ -133,7 +136,8 @@ def test_of_equal_logits_the_lowest_id_wins(rows):
     weight = torch.zeros(32003, 64, device=DEVICE, dtype=torch.bfloat16)
     for ids in ([32002, 17], [63, 64], [4095, 4096], [5, 6, 7]):
         weight.zero_()[ids] = 1.0
-        assert fused_ops.best_tokens(x, weight).tolist() == [min(ids)] * rows
+        chosen, values = fused_ops.best_tokens(x, weight)
+        assert (chosen.tolist(), values.tolist()) == ([min(ids)] * rows, [64.0] * rows)
 
 
 @pytest.mark.parametrize("rows", [4, MAX_SKINNY_ROWS + 1])
@@ -146,7 +150,7 @@ def test_nan_of_one_row_stays_there(rows):
 
     def run(x):
         return [
-            fused_ops.best_tokens(x, head),
+            *fused_ops.best_tokens(x, head),
             fused_ops.gated_projection(x, gate_up),
             *fused_ops.project_add_norm(x, down, None, residual, norm, EPS),
         ]
@@ -155,6 +159,7 @@ def test_nan_of_one_row_stays_there(rows):
     x[0] = float("nan")
     poisoned = run(x)
     assert 0 <= int(poisoned[0][0]) < num_tokens
+    assert not poisoned[1][0].isfinite()
     for before, after in zip(clean, poisoned, strict=True):
         assert after[1:].equal(before[1:])
 

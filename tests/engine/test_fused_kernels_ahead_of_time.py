@@ -42,6 +42,8 @@ POINTERS = {
     "tile_values": "fp32",
     "tile_ids": "i32",
     "next_ids": "i64",
+    "next_logits": "fp32",
+    "best_logits": "fp32",
     "token_ids": "i64",
     "eos_ids": "i64",
     "partial_acc": "fp32",

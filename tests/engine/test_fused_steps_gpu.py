@@ -49,10 +49,10 @@ def test_rows_advance_as_in_plain_torch(rows):
         for name, value in start.items():
             getattr(buffers, name).copy_(value)
     for _ in range(6):
-        next_ids = draw(10)[:rows]
-        sampling.advance(plain, next_ids)
-        sampling.advance(own, next_ids.to(DEVICE))
-        for name in ("token_ids", "positions", "remaining", "outputs", "step"):
+        next_ids, logits = draw(10)[:rows], torch.randn(rows, generator=generator)
+        sampling.advance(plain, next_ids, logits)
+        sampling.advance(own, next_ids.to(DEVICE), logits.to(DEVICE))
+        for name in ("token_ids", "positions", "remaining", "outputs", "best_logits", "step"):
             assert getattr(own, name).cpu().equal(getattr(plain, name)), name
 
 
@@ -149,7 +149,7 @@ def test_steps_choose_what_the_models_own_code_does(num_rows, is_captured, fused
     own, fused = ModelForward(model, own_buffers.layers), fused_forward(model, buffers)
 
     def step():
-        sampling.advance(buffers, fused(buffers.token_ids, buffers.positions))
+        sampling.advance(buffers, *fused(buffers.token_ids, buffers.positions))
 
     run = capture(step).replay if is_captured else step
     # Rows that are not there have left nothing behind.
@@ -162,9 +162,11 @@ def test_steps_choose_what_the_models_own_code_does(num_rows, is_captured, fused
         run()
         chosen = buffers.outputs[index].long()
         assert (chosen >= 0).equal(is_active)
-        shortfall = logits.amax(1) - logits.gather(1, chosen.clamp(min=0)[:, None])[:, 0]
-        assert shortfall[is_active].max() < 1e-3
-        sampling.advance(own_buffers, chosen.clamp(min=0))
+        of_chosen = logits.gather(1, chosen.clamp(min=0)[:, None])[:, 0]
+        assert (logits.amax(1) - of_chosen)[is_active].max() < 1e-3
+        best_logits = buffers.best_logits[is_active]
+        torch.testing.assert_close(best_logits, of_chosen[is_active], rtol=1e-3, atol=1e-3)
+        sampling.advance(own_buffers, chosen.clamp(min=0), of_chosen)
         assert buffers.token_ids.equal(own_buffers.token_ids)
         assert buffers.positions.equal(own_buffers.positions)
     for layer, expected in zip(buffers.layers, own_buffers.layers, strict=True):
@@ -189,16 +191,18 @@ def test_steps_replayed_back_to_back_equal_single_ones(num_rows, dtype, fused_fo
     forwards = [fused_forward(model, buffers) for buffers in (single, replayed)]
     start_rows(single)
     for _ in range(num_steps):
-        next_ids = forwards[0](single.token_ids, single.positions)
+        next_ids, best_logits = forwards[0](single.token_ids, single.positions)
         torch.cuda.synchronize()
-        sampling.advance(single, next_ids)
+        sampling.advance(single, next_ids, best_logits)
         torch.cuda.synchronize()
-    graph = capture(lambda: sampling.advance(replayed, forwards[1](replayed.token_ids, replayed.positions)))
+    graph = capture(lambda: sampling.advance(replayed, *forwards[1](replayed.token_ids, replayed.positions)))
     start_rows(replayed)
     for _ in range(num_steps):
         graph.replay()
     assert len(single.outputs.unique()) > 1
     assert replayed.outputs.equal(single.outputs)
+    is_active = single.outputs[-1] >= 0
+    assert replayed.best_logits[is_active].equal(single.best_logits[is_active])
     bits = torch.int32 if dtype == torch.float32 else torch.int16
     for layer, expected in zip(replayed.layers, single.layers, strict=True):
         assert layer.pages.view(bits).equal(expected.pages.view(bits))

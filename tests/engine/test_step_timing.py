@@ -47,7 +47,7 @@ class RecordingRunner:
         tables = {name: table.clone() for name, table in self.buffers.block_tables.items()}
         self.starts.append((self.buffers.positions.tolist(), int(self.buffers.step), tables))
         for _ in range(num_steps):
-            advance(self.buffers, torch.ones(bucket, dtype=torch.int64))
+            advance(self.buffers, torch.ones(bucket, dtype=torch.int64), torch.zeros(bucket))
         assert (self.buffers.positions[:bucket] > 0).all(), "a row ended"
 
 

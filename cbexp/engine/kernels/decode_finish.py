@@ -1,4 +1,4 @@
-"""Ends a decode step on the device: the best token of each row, and what `sampling.advance` does with it."""
+"""Ends a decode step on the device: the best token of each row, its logit, and what `sampling.advance` does then."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cbexp.engine.kernels.dependent_launch import launch_options, release_succes
 
 @triton.jit
 def _best_token_kernel(
-    tile_values, tile_ids, next_ids, num_tiles, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
+    tile_values, tile_ids, next_ids, best_logits, num_tiles, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     tile = tl.arange(0, BLOCK)
@@ -21,9 +21,10 @@ def _best_token_kernel(
     values = tl.load(tile_values + row * num_tiles + tile, mask=tile < num_tiles, other=float("-inf"))
     # Tiles are in the order of their ids, so the leftmost of equals is the lowest id.
     _, index = tl.max(values, axis=0, return_indices=True, return_indices_tie_break_left=True)
-    # Among NaNs, padding may be what is found.
-    index = tl.minimum(index, num_tiles - 1)
-    tl.store(next_ids + row, tl.load(tile_ids + row * num_tiles + index).to(tl.int64))
+    # Among NaNs, padding may be what is found: its value is not that of the tile taken instead.
+    place = row * num_tiles + tl.minimum(index, num_tiles - 1)
+    tl.store(next_ids + row, tl.load(tile_ids + place).to(tl.int64))
+    tl.store(best_logits + row, tl.load(tile_values + place))
 
 
 @triton.jit
@@ -44,11 +45,13 @@ def _tile_maxima_kernel(
 @triton.jit
 def _advance_kernel(
     next_ids,
+    next_logits,
     token_ids,
     positions,
     remaining,
     eos_ids,
     outputs,
+    best_logits,
     step,
     num_rows,
     output_stride,
@@ -61,6 +64,7 @@ def _advance_kernel(
     release_successor(DEPENDENT)
     wait_for_predecessor(DEPENDENT)
     token = tl.load(next_ids + row, mask=inside, other=0)
+    logit = tl.load(next_logits + row, mask=inside, other=0.0)
     position = tl.load(positions + row, mask=inside, other=-1)
     left = tl.load(remaining + row, mask=inside, other=0)
     line = tl.load(step)
@@ -75,31 +79,40 @@ def _advance_kernel(
         tl.where(active, token, -1).to(tl.int32),
         mask=inside,
     )
+    tl.store(best_logits + row, logit, mask=inside)
     tl.store(remaining + row, left, mask=inside)
     tl.store(positions + row, tl.where(goes_on, position + 1, -1), mask=inside)
     tl.store(token_ids + row, token, mask=inside & goes_on)
     tl.store(step, line + 1)
 
 
-def best_token(tile_values: torch.Tensor, tile_ids: torch.Tensor) -> torch.Tensor:
-    """Return the id [rows] (int64) of the largest of `tile_values` [rows, tiles]; of equals the lowest id."""
+def best_token(tile_values: torch.Tensor, tile_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the id [rows] (int64) of the largest of `tile_values` [rows, tiles], and that value [rows] (float32).
+
+    Of equals the lowest id; of a row with NaNs among its values any of its ids, with the value that goes with it.
+    """
     num_rows, num_tiles = tile_values.shape
     next_ids = torch.empty((num_rows,), dtype=torch.int64, device=tile_values.device)
+    best_logits = torch.empty((num_rows,), dtype=torch.float32, device=tile_values.device)
     block = triton.next_power_of_2(num_tiles)
     _best_token_kernel[(num_rows,)](
         tile_values,
         tile_ids,
         next_ids,
+        best_logits,
         num_tiles,
         BLOCK=block,
         num_warps=4,
         **launch_options(tile_values.device),
     )
-    return next_ids
+    return next_ids, best_logits
 
 
-def largest_logit(logits: torch.Tensor) -> torch.Tensor:
-    """Return the id [rows] (int64) of the largest of `logits` [rows, vocabulary]; of equals the lowest id."""
+def largest_logit(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the id [rows] (int64) of the largest of `logits` [rows, vocabulary], and that logit [rows] (float32).
+
+    Of equals the lowest id; of a row with NaNs among its logits any id.
+    """
     num_rows, num_columns = logits.shape
     block = min(4096, triton.next_power_of_2(num_columns))
     num_tiles = triton.cdiv(num_columns, block)
@@ -111,16 +124,18 @@ def largest_logit(logits: torch.Tensor) -> torch.Tensor:
     return best_token(values, ids)
 
 
-def advance(buffers: DecodeBuffers, next_ids: torch.Tensor) -> None:
+def advance(buffers: DecodeBuffers, next_ids: torch.Tensor, best_logits: torch.Tensor) -> None:
     """As `sampling.advance`, in one program."""
     num_rows = next_ids.shape[0]
     _advance_kernel[(1,)](
         next_ids,
+        best_logits,
         buffers.token_ids,
         buffers.positions,
         buffers.remaining,
         buffers.eos_ids,
         buffers.outputs,
+        buffers.best_logits,
         buffers.step,
         num_rows,
         buffers.outputs.stride(0),
