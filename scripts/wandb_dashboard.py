@@ -110,6 +110,8 @@ def _correctness_panels() -> list[Any]:
         _lines("Accuracy of each round", ["accuracy"]),
         _bars("Mean drift of log-probabilities from eager", ["mean_logprob_error"], COMPILE_MODE),
         _bars("Largest drift of log-probabilities from eager", ["max_logprob_error"], COMPILE_MODE),
+        _bars("Mean drift of the steps' best logits from eager", ["mean_logit_error"], COMPILE_MODE),
+        _bars("Largest drift of the steps' best logits from eager", ["max_logit_error"], COMPILE_MODE),
     ]
 
 

@@ -499,6 +499,7 @@ def test_summary_has_what_the_driver_counted_and_nothing_else():
         "graphs": 9, "replays": 70, "recompiles": None, "graph_breaks": None, "skipped_cudagraphs": None,
         "compile_s": 1.5, "capture_s": None, "compile_cache_bytes": None, "device_idle_share": 0.02,
         "mean_logprob_error": None, "max_logprob_error": None,
+        "mean_logit_error": None, "max_logit_error": None,
     }  # fmt: skip
     assert "unknown" not in summary
     assert summary["bandwidth_bytes_per_s"] is None

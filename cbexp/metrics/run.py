@@ -34,6 +34,8 @@ COMPILE_STATS = (
     "device_idle_share",
     "mean_logprob_error",
     "max_logprob_error",
+    "mean_logit_error",
+    "max_logit_error",
 )
 
 

@@ -26,6 +26,8 @@ FIGURES: Mapping[str, tuple[str, ...]] = {
     "accuracy": ("accuracy",),
     "mean_logprob_error": ("mean_logprob_error",),
     "max_logprob_error": ("max_logprob_error",),
+    "mean_logit_error": ("mean_logit_error",),
+    "max_logit_error": ("max_logit_error",),
     "ttft_s_p50": ("ttft_s", "p50"),
     "decode_step_s_p50": ("decode_step_s", "p50"),
     "decode_step_s_p99": ("decode_step_s", "p99"),

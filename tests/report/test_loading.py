@@ -48,6 +48,16 @@ def test_recorded_runs_are_found_with_what_they_were_measured_at():
         assert run.overrides
 
 
+def test_errors_of_the_self_check_are_read_from_records_of_any_age(make_run):
+    """Older summaries have none of logits."""
+    errors = {"mean_logprob_error": 0.03, "max_logprob_error": 0.2}
+    logit_errors = {"mean_logit_error": 0.04, "max_logit_error": 0.25}
+    folders = [make_run("old", ["seed=1"], **errors), make_run("new", ["seed=2"], **errors, **logit_errors)]
+    rows = {Path(row["folder"]).name: row for row in run_rows(load_runs(folders))}
+    for name, expected in {"old": errors | dict.fromkeys(logit_errors), "new": errors | logit_errors}.items():
+        assert {key: rows[name][key] for key in expected} == expected
+
+
 @pytest.mark.parametrize(
     "damage",
     [

@@ -136,6 +136,7 @@ def test_no_kind_of_panel_escapes_the_checks_above():
         ("Memory", "peak_reserved_gib"),
         ("Correctness", "accuracy"),
         ("Correctness", "max_logprob_error"),
+        ("Correctness", "max_logit_error"),
     ],
 )
 def test_each_question_has_bars_by_compile_mode(section, metric):
