@@ -6,6 +6,7 @@ import inspect
 
 import pytest
 import torch
+from torch.nn import functional
 
 from cbexp.engine import fused_layers, fused_ops
 from cbexp.engine.attention import ATTENTION_NAME
@@ -295,6 +296,16 @@ def test_operators_declare_what_they_do(name):
     torch.library.opcheck(
         getattr(fused_ops, name), OPERATORS[name], test_utils=("test_schema", "test_faketensor")
     )
+
+
+def test_the_best_logit_is_float32_whatever_the_weights_are():
+    x, weight = (tensor.bfloat16() for tensor in OPERATORS["best_tokens"])
+    torch.library.opcheck(fused_ops.best_tokens, (x, weight), test_utils=("test_schema", "test_faketensor"))
+    logits = functional.linear(x, weight)
+    next_ids, best_logits = fused_ops.best_tokens(x, weight)
+    assert next_ids.equal(logits.argmax(-1))
+    assert best_logits.dtype == torch.float32
+    assert best_logits.equal(logits.float().amax(-1))
 
 
 def test_every_field_of_a_layer_is_a_tensor_of_the_model():

@@ -83,7 +83,8 @@ def test_rows_share_no_page_and_leave_the_trash_alone(buffers, pools):
 
 def test_buffers_come_back_as_they_were_after_an_error_too(buffers, pools):
     tensors = [buffers.token_ids, buffers.positions, buffers.remaining, buffers.eos_ids, buffers.outputs]
-    tensors += [buffers.step, *buffers.block_tables.values()]
+    tensors += [buffers.best_logits, buffers.step, *buffers.block_tables.values()]
+    buffers.best_logits.fill_(2.5)
     buffers.positions[1], buffers.token_ids[1] = 7, 5
     before = [tensor.clone() for tensor in tensors]
     time_steps(RecordingRunner(buffers), pools)
