@@ -32,7 +32,8 @@ class Tolerance:
     of that. The mean may also exceed its bound by the noise that the model itself makes of rounding, see
     `_rounding_noise`.
 
-    `cache`: of one row's new keys, or values, in one layer, relative to their length.
+    `cache`: of one row's new keys, or values, in one layer, relative to their length. It grows with the depth: right
+    steps in bfloat16 reach 0.06 in 36 layers (Qwen3-4B's shape) and 0.13 in 80 (small and random).
     """
 
     mean_logprob: float
