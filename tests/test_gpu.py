@@ -7,7 +7,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 import cbexp
-from cbexp.config import DatasetConfig, DriverConfig, ExperimentConfig, ModelConfig, TrackingConfig
+from cbexp.config import (
+    DatasetConfig,
+    DriverConfig,
+    ExperimentConfig,
+    ModelConfig,
+    SamplingConfig,
+    TrackingConfig,
+)
 from cbexp.dataset.arithmetic import build_questions, verify_answer
 from cbexp.engine import CBSyncConfig, SyncCBDriver
 from cbexp.experiment import run_experiment
@@ -127,6 +134,44 @@ def test_answers_stay_right_in_bfloat16(tmp_path, driver):
     assert outcome.summary["dtype"] == "bfloat16"
     assert outcome.summary["accuracy"] >= 0.95
     assert outcome.summary["peak_memory_gb"] > 0
+    assert 1e10 < outcome.summary["bandwidth_bytes_per_s"] < 2e13
+    fraction = outcome.summary["roofline_fraction"]
+    # The manager does not see its steps.
+    assert fraction is None if driver == "manager" else 0 < fraction < 1.05
+
+
+def test_decoding_comes_near_the_roofline_and_not_beyond_it(tmp_path):
+    """1.8 GB of weights in a few wide layers, so that a step is mostly reading."""
+    architecture = {
+        "model_type": "qwen3",
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+    }
+    outcome = run_experiment(
+        ExperimentConfig(
+            model=ModelConfig(name="wide", init="random", architecture=architecture),
+            dataset=DatasetConfig(
+                kind="synthetic", name="synthetic", num_prompts=8, min_length=100, max_length=100
+            ),
+            sampling=SamplingConfig(max_new_tokens=128, ignore_eos=True),
+            tracking=TrackingConfig(mode="disabled"),
+            num_rounds=2,
+        ),
+        tmp_path / "run",
+        [],
+    )
+    assert outcome.status == "completed", outcome.message
+    summary = outcome.summary
+    assert 1e10 < summary["bandwidth_bytes_per_s"] < 2e13
+    assert 0.2 < summary["roofline_fraction"] < 1.05
+    assert 0 <= summary["device_idle_share"] < 1
 
 
 class Arithmetic:
