@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import functools
+import time
 
 import pytest
 import torch
 
 from cbexp.engine.cuda_graphs import GraphReplay
+from cbexp.engine.device_idle import DeviceIdle
+from cbexp.engine.paged_engine import PagedEngine
+from cbexp.engine.settings import GRAPH_TREE_MODES
 
 pytestmark = pytest.mark.gpu
 
@@ -54,18 +58,28 @@ def test_fp32_equals_generate(on_gpu, make_driver, prompts, family, settings):
     check_rounds(make_driver(model, **settings), prompts, expected)
 
 
+# In fp32 nothing is fused unless it is asked for.
 WAYS = {
     "eager": {},
     "captured": {"cuda_graph": True},
+    "compiled": {"compile_mode": "default"},
+    "compiled, fused layers": {"compile_mode": "default", "fusion": "layers"},
+    "tuned": {"compile_mode": "max-autotune-no-cudagraphs"},
+    "tuned trees": {"compile_mode": "max-autotune"},
+    "captured, compiled": {"compile_mode": "default", "cuda_graph": True},
+    "captured, compiled, fused layers": {"compile_mode": "default", "cuda_graph": True, "fusion": "layers"},
     "captured, layers compiled": {
         "compile_mode": "default",
         "cuda_graph": True,
         "compile_region": "layer",
     },
     "trees": {"compile_mode": "reduce-overhead"},
+    "trees, fused layers": {"compile_mode": "reduce-overhead", "fusion": "layers"},
     "captured, fused projections": {"cuda_graph": True, "fusion": "projections"},
     "captured, fused layers": {"cuda_graph": True, "fusion": "layers"},
     "captured, always full": {"cuda_graph": True, "batch_shape": "full"},
+    "captured, natural": {"cuda_graph": True, "batch_shape": "natural", "buckets": None},
+    "trees, natural": {"compile_mode": "reduce-overhead", "batch_shape": "natural", "buckets": None},
 }
 
 
@@ -75,22 +89,77 @@ def test_every_way_says_the_same(on_gpu, make_driver, prompts, settings):
     _, full = on_gpu("qwen3")
     eos = full[5][4]
     model, expected = on_gpu("qwen3", (eos,))
-    driver = make_driver(
-        model,
-        eos_token_id=eos,
-        max_batch_tokens=24,
-        num_blocks=20,
-        buckets=(2, 4, 6),
-        allow_block_sharing=True,
-        **settings,
-    )
+    common = {"max_batch_tokens": 24, "num_blocks": 20, "buckets": (2, 4, 6), "max_requests_per_batch": 6}
+    driver = make_driver(model, eos_token_id=eos, allow_block_sharing=True, **(common | settings))
     check_rounds(driver, prompts, expected)
+    assert driver.resolved["fusion"] == settings.get("fusion", "none")
+    assert driver.resolved["self_check"] == (settings != {})
     stats = driver.compile_stats
-    has_graphs = settings.get("cuda_graph", False) or settings.get("compile_mode") == "reduce-overhead"
+    mode = settings.get("compile_mode")
+    has_graphs = settings.get("cuda_graph", False) or mode in GRAPH_TREE_MODES
     assert (stats["graphs"] > 0) == (stats["replays"] > 0) == has_graphs
+    assert (stats["programs"] > 0) == (mode is not None)
     assert (stats["recompiles"], stats["graph_breaks"], stats["skipped_cudagraphs"]) == (0, 0, 0)
-    assert (stats["device_idle_share"] is not None) == has_graphs
-    assert 0 <= (stats["device_idle_share"] or 0) < 1
+    idle_share = stats["device_idle_share"]
+    assert 0 < idle_share < 1 if has_graphs else idle_share is None
+
+
+class CountingIdle(DeviceIdle):
+    """Counts its pieces of work, and tells the milliseconds behind the share."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_pieces = 0
+
+    def add(self, start, end):
+        self.num_pieces += 1
+        super().add(start, end)
+
+    @property
+    def span_ms(self):
+        """Busy and idle."""
+        assert self.share is not None
+        return self._busy_ms + self._idle_ms
+
+    @property
+    def idle_ms(self):
+        return self.share * self.span_ms
+
+
+def test_the_device_waits_for_a_slow_host_between_bursts_and_batches(
+    on_gpu, make_driver, prompts, monkeypatch
+):
+    model, expected = on_gpu("qwen3")
+    driver = make_driver(
+        model, cuda_graph=True, num_blocks=64, max_requests_per_batch=4, max_batch_tokens=24, max_burst=4
+    )
+    check_rounds(driver, prompts, expected)  # compiles and captures
+
+    def measure():
+        """One more drive: what was measured, and the host's milliseconds."""
+        idle = driver._slot._engine._decoder._bursts.idle = CountingIdle()
+        driver.add_requests(prompts)
+        start_s = time.perf_counter()
+        driver.drive_until_empty()
+        wall_ms = 1000 * (time.perf_counter() - start_s)
+        assert idle.num_pieces == len(driver.steps)
+        assert {step.kind for step in driver.steps} == {"prefill", "decode"}
+        assert 0 < idle.idle_ms < idle.span_ms <= 1.01 * wall_ms + 1
+        assert driver.compile_stats["device_idle_share"] == idle.share
+        return idle
+
+    quick = measure()
+    delay_ms, step = 50, PagedEngine.step
+
+    def step_late(engine, model):
+        time.sleep(delay_ms / 1000)
+        return step(engine, model)
+
+    monkeypatch.setattr(PagedEngine, "step", step_late)
+    slow = measure()
+    # Between any two pieces, whichever kind each is of.
+    assert slow.idle_ms > 0.9 * delay_ms * (len(driver.steps) - 1)
+    assert slow.share > quick.share
 
 
 def test_a_warm_driver_captures_nothing_more(on_gpu, make_driver, prompts):
