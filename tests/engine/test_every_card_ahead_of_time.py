@@ -5,6 +5,8 @@ import re
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
 from cbexp.engine.kernels import read_stream
 from tests.engine import test_fused_kernels_ahead_of_time as fused_kernels
 from tests.engine import test_kernels_ahead_of_time as decode_kernels

@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from cbexp.engine.fused_ops import MAX_SKINNY_ROWS
-from cbexp.engine.kernels import paged_attention
 from cbexp.engine.kernels.attention_tiles import MAX_SPLITS
+
+pytest.importorskip("triton")
+
+from cbexp.engine.kernels import paged_attention
 from tests.engine import test_fused_kernels_ahead_of_time as fused_kernels
 from tests.engine import test_kernels_ahead_of_time as decode_kernels
 from tests.engine.test_kernels_ahead_of_time import _own_cache  # noqa: F401
