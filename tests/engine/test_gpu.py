@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 
 import pytest
@@ -12,6 +13,7 @@ from cbexp.engine.cuda_graphs import GraphReplay
 from cbexp.engine.device_idle import DeviceIdle
 from cbexp.engine.paged_engine import PagedEngine
 from cbexp.engine.settings import GRAPH_TREE_MODES
+from tests.engine.driving import drive
 
 pytestmark = pytest.mark.gpu
 
@@ -188,6 +190,58 @@ def test_a_burst_broken_off_leaves_graphs_and_cache_usable(on_gpu, make_driver, 
         driver.drive_until_empty()
     monkeypatch.setattr(GraphReplay, "run", original)
     check_rounds(driver, prompts, expected)
+
+
+NAN_WAYS = {
+    "plain": {"fusion": "none"},
+    "fused layers": {"fusion": "layers"},
+    "fused layers, always full": {"fusion": "layers", "batch_shape": "full"},
+    "natural": {"fusion": "none", "batch_shape": "natural"},
+}
+
+
+@pytest.mark.parametrize("settings", NAN_WAYS.values(), ids=NAN_WAYS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+def test_nan_in_one_request_stays_there(new_model, make_driver, greedy, family, dtype, settings):
+    """The poisoned rows decode beside the others, and pages of theirs are used again afterwards.
+
+    What others get is to be what they got in the same batches before: bit for bit, since no row reads another's.
+    """
+    model = new_model(family, head_dim=16).to("cuda", dtype)
+    clean = [[1, 2, 3, 4, 5], [8] * 12, [11, 12]]
+    # A self-check of rows that hold the poisoned token would end the drive.
+    driver = make_driver(
+        model,
+        cuda_graph=True,
+        max_new_tokens=20,
+        num_blocks=24,
+        max_requests_per_batch=6,
+        self_check=False,
+        **settings,
+    )
+
+    def drive_beside(token):
+        """Of the clean prompts, then of two others that hold `token`."""
+        completions = drive(driver, [clean[0], [6, token, 7], clean[1], [9, 10, token], clean[2]])
+        assert [len(tokens) for tokens in completions] == [20] * 5
+        assert not driver._slot._engine.read_trash.any()
+        return completions[::2], completions[1::2]
+
+    alone = drive(driver, clean)
+    expected, _ = drive_beside(0)
+    if dtype == torch.float32:
+        assert alone == expected == [greedy(model, prompt, 20) for prompt in clean]
+    used = {token for tokens in [*clean, *alone, *expected] for token in tokens}
+    poison = next(token for token in range(13, 97) if token not in used)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[poison] = math.nan
+    for _ in range(3):
+        others, poisoned = drive_beside(poison)
+        assert others == expected
+        assert all(0 <= token < 97 for tokens in poisoned for token in tokens)
+    assert drive(driver, clean) == alone
+    assert driver.compile_stats["replays"] > 0
 
 
 def test_a_weight_update_on_the_callers_stream_is_seen(new_model, make_driver, prompts, greedy):
