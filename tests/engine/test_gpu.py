@@ -221,23 +221,25 @@ def test_nan_in_one_request_stays_there(new_model, make_driver, greedy, family, 
         **settings,
     )
 
-    def drive_beside(token):
-        """Of the clean prompts, then of two others that hold `token`."""
-        completions = drive(driver, [clean[0], [6, token, 7], clean[1], [9, 10, token], clean[2]])
+    def drive_beside(token, order):
+        """Of the clean prompts, then of two others that hold `token`; submitted in `order`, which gives out pages."""
+        prompts = [*clean, [6, token, 7], [9, 10, token]]
+        completions = drive(driver, [prompts[index] for index in order])
         assert [len(tokens) for tokens in completions] == [20] * 5
         assert not driver._slot._engine.read_trash.any()
-        return completions[::2], completions[1::2]
+        by_prompt = [completions[order.index(index)] for index in range(5)]
+        return by_prompt[:3], by_prompt[3:]
 
     alone = drive(driver, clean)
-    expected, _ = drive_beside(0)
+    expected, _ = drive_beside(0, (0, 1, 2, 3, 4))
     if dtype == torch.float32:
         assert alone == expected == [greedy(model, prompt, 20) for prompt in clean]
     used = {token for tokens in [*clean, *alone, *expected] for token in tokens}
     poison = next(token for token in range(13, 97) if token not in used)
     with torch.no_grad():
         model.get_input_embeddings().weight[poison] = math.nan
-    for _ in range(3):
-        others, poisoned = drive_beside(poison)
+    for order in ((0, 3, 1, 4, 2), (3, 0, 4, 1, 2), (2, 0, 1, 3, 4)):
+        others, poisoned = drive_beside(poison, order)
         assert others == expected
         assert all(0 <= token < 97 for tokens in poisoned for token in tokens)
     assert drive(driver, clean) == alone
