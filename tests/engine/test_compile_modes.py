@@ -10,6 +10,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch._inductor.cudagraph_utils import log_cudagraph_skip_and_bump_counter
 
 from cbexp.engine.compile_modes import TREE_MODES, build_step_runner
 from cbexp.engine.compile_stats import CompileStats
@@ -295,3 +296,47 @@ def test_a_recompile_where_graphs_are_promised_is_an_error(buffers, monkeypatch)
         run_burst(runner, buffers, 4)
     assert runner.stats.recompiles == 1
     runner.close()
+
+
+@pytest.fixture
+def make_tree_runner(buffers):
+    """Steps of trees on a CPU, for which PyTorch makes no graphs: by torch.compile's mode of that name, or another."""
+    runners = []
+
+    def make(torch_mode):
+        options = CompileOptions("reduce_overhead", torch_mode, None, is_batch_dynamic=True)
+        step = TreeStep(ToyForward(buffers.layers), buffers, options, CompileStats(), None)
+        runners.append(StepLoop(step, buffers, step._stats))
+        return runners[-1]
+
+    yield make
+    for runner in runners:
+        runner.close()
+
+
+def test_graphs_that_the_compiler_skips_are_an_error(make_tree_runner):
+    runner = make_tree_runner("reduce-overhead")
+    with pytest.raises(
+        EngineError, match=r"promises CUDA graphs and has none for 4 rows: (?!none was recorded)"
+    ):
+        runner.prepare(4)
+    assert (runner.stats.skipped_cudagraphs, runner.stats.graphs) == (1, 0)
+
+
+def test_a_skip_in_the_middle_of_a_session_is_an_error_with_its_reason(make_tree_runner):
+    """Told as the trees do it: counted, and raised because the session asks for that."""
+    runner = make_tree_runner("default")
+    with (
+        pytest.raises(EngineError, match="none for 4 rows: skipping cudagraphs due to mutated inputs"),
+        runner._step.session(4),
+    ):
+        log_cudagraph_skip_and_bump_counter("skipping cudagraphs due to mutated inputs")
+    assert runner.stats.skipped_cudagraphs == 1
+    assert not torch._inductor.config.triton.cudagraph_or_error
+
+
+def test_graphs_that_nobody_has_recorded_are_an_error(make_tree_runner):
+    runner = make_tree_runner("default")
+    with pytest.raises(EngineError, match="has none for 4 rows: none was recorded"):
+        runner.prepare(4)
+    assert (runner.stats.skipped_cudagraphs, runner.stats.graphs) == (0, 0)
