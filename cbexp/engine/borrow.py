@@ -2,16 +2,44 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from cbexp.engine.interrupts import deferring_interrupts
+from cbexp.engine.types import EngineError
 
 _CHECKPOINTING = "gradient_checkpointing"
+# Held by the thread that has the model; one thread may hold it several times.
+_loans: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
+_loans_guard = threading.Lock()
+
+
+@contextmanager
+def on_loan(model: PreTrainedModel) -> Iterator[None]:
+    """Keep other threads from borrowing the model while the body runs; nested loans on one thread are allowed.
+
+    Raises `EngineError`, with nothing changed, when another thread has it.
+    """
+    loan = _loan_of(model)
+    is_ours = False
+    try:
+        with deferring_interrupts():
+            is_ours = loan.acquire(blocking=False)
+        if not is_ours:
+            raise EngineError(
+                f"This {type(model).__name__} is on loan to a driver in another thread, which runs it in eval mode "
+                "and with another attention: wait until that is done, or give each thread a model of its own."
+            )
+        yield
+    finally:
+        if is_ours:
+            loan.release()
 
 
 @contextmanager
@@ -21,7 +49,15 @@ def borrowed_for_inference(model: PreTrainedModel, attn_implementation: str) -> 
     Modes are flipped module by module and put back one by one: a caller may keep parts of a model in eval mode.
     Inference mode is left, since the cache is written by drives inside and outside of it. Flags of gradient
     checkpointing are out of the way as well: nothing reads them here, but compiled programs are bound to them.
+
+    Raises `EngineError` when another thread has the model, see `on_loan`.
     """
+    with on_loan(model), _prepared_for_inference(model, attn_implementation):
+        yield
+
+
+@contextmanager
+def _prepared_for_inference(model: PreTrainedModel, attn_implementation: str) -> Iterator[None]:
     in_training = [module for module in model.modules() if module.training]
     checkpointing = [(m, vars(m)[_CHECKPOINTING]) for m in model.modules() if _CHECKPOINTING in vars(m)]
     attention_before = [(config, config._attn_implementation) for config in _configs(model)]
@@ -44,6 +80,11 @@ def borrowed_for_inference(model: PreTrainedModel, attn_implementation: str) -> 
                     setattr(module, _CHECKPOINTING, value)
                 for config, name in attention_before:
                     config._attn_implementation = name
+
+
+def _loan_of(model: PreTrainedModel) -> threading.RLock:
+    with _loans_guard:
+        return _loans.setdefault(model, threading.RLock())
 
 
 def _clear_checkpointing(module: nn.Module) -> None:

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 class SyncCBDriver:
     """Generates greedily with the caller's own model object; implements `RolloutDriver`. Not thread-safe.
 
+    Drivers may share a model, one drive at a time: a second one is refused in another thread, and runs inside of the
+    first where its `on_step` starts it.
+
     `model` is a transformers causal language model on one device, bare or inside a PEFT wrapper. Between drives it is
     in the caller's hands, weights included: no keys or values outlive a drive. Of `generation_config` (default: the
     model's own) only `max_new_tokens`, `eos_token_id` and `pad_token_id` count, and `config` goes before it.
@@ -132,26 +135,13 @@ class SyncCBDriver:
 
         A request that the engine failed or lost is there as failed, with its error. An exception on the way, from
         `on_step` or Ctrl-C too, reaches the caller: the drive's requests are dropped, what they had is in
-        `partial_completions`, and the driver is ready for the next round.
+        `partial_completions`, and the driver is ready for the next round. While another thread has the model on loan,
+        a drive is an `EngineError`, and its requests stay queued.
         """
         self._check_usable("drive_until_empty")
-        groups = self._queue.take()
-        self._steps, self._partial_completions = [], {}
-        if not groups:
-            return {}
-        book = RequestBook(groups)
-        try:
-            with self._driving():
-                completions = self._drive(groups, book)
-            # Kept until they are in the caller's hands: an interrupt from here on must not lose them.
-            self._partial_completions = completions
-        except BaseException as error:
-            unfinished = self._slot.partial_completions()
-            self._partial_completions = book.completions(unfinished, f"{type(error).__name__}: {error}")
-            raise
-        finally:
-            with deferring_interrupts():
-                self._slot.reset()
+        # Also while the engine lets go of the model; when another thread has it, what is queued stays so.
+        with self._slot.on_loan():
+            completions = self._drive_queued()
         self._partial_completions = {}
         return completions
 
@@ -170,6 +160,26 @@ class SyncCBDriver:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _drive_queued(self) -> dict[str, Completion]:
+        groups = self._queue.take()
+        self._steps, self._partial_completions = [], {}
+        if not groups:
+            return {}
+        book = RequestBook(groups)
+        try:
+            with self._driving():
+                completions = self._drive(groups, book)
+            # Kept until they are in the caller's hands: an interrupt from here on must not lose them.
+            self._partial_completions = completions
+        except BaseException as error:
+            unfinished = self._slot.partial_completions()
+            self._partial_completions = book.completions(unfinished, f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            with deferring_interrupts():
+                self._slot.reset()
+        return completions
 
     def _drive(self, groups: list[PromptGroup], book: RequestBook) -> dict[str, Completion]:
         engine = self._slot.prepare(groups)

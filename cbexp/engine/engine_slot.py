@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from cbexp.engine.attention import ATTENTION_NAME
 from cbexp.engine.batch_shapes import build_batch_shapes
-from cbexp.engine.borrow import borrowed_for_inference
+from cbexp.engine.borrow import borrowed_for_inference, on_loan
 from cbexp.engine.cb_internals import (
     EngineSettings,
     require_paged_attention,
@@ -70,6 +70,10 @@ class EngineSlot:
     def borrowed(self) -> AbstractContextManager[None]:
         """Lends the model to the engine for the body; see `borrowed_for_inference`."""
         return borrowed_for_inference(self._model, self._attention)
+
+    def on_loan(self) -> AbstractContextManager[None]:
+        """Keeps other threads from borrowing the model during the body; `EngineError` when one has it."""
+        return on_loan(self._model)
 
     def warmup(self) -> None:
         """Compile and capture, where the engine's size is known; otherwise its first drive does as it goes."""
