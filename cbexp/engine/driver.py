@@ -146,7 +146,10 @@ class SyncCBDriver:
         return completions
 
     def close(self) -> None:
-        """Free the cache. Safe to call twice; any other use of the driver afterwards is an `EngineError`."""
+        """Free the cache. Safe to call twice; any other use of the driver afterwards is an `EngineError`.
+
+        Ctrl-C takes effect once all is freed, and an exception leaves the rest to the next call.
+        """
         if self._is_driving:
             raise EngineError("close() was called inside a drive: leave drive_until_empty first.")
         self._is_closed = True

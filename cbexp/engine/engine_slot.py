@@ -114,10 +114,11 @@ class EngineSlot:
             self._engine.reset()
 
     def drop(self) -> None:
-        """Free the engine's memory."""
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            engine.close()
+        """Free the engine's memory. After an exception, out of memory for one, a further call does what is left."""
+        if self._engine is not None:
+            with deferring_interrupts():
+                self._engine.close()
+                self._engine = None
 
     @contextmanager
     def _begun(self, engine: PagedEngine) -> Iterator[None]:

@@ -79,3 +79,32 @@ def test_completions_survive_an_interrupt_after_the_last_step(monkeypatch):
         driver.add_requests([[1, 2, 3]])
         assert [len(c) for c in driver.drive_until_empty().values()] == [4]
         assert driver.partial_completions == {}
+
+
+@pytest.mark.parametrize("kind", ["interrupt", "error"])
+def test_what_close_did_not_get_to_is_done_in_the_end(new_model, make_driver, prompts, monkeypatch, kind):
+    from cbexp.engine import fused_weights
+
+    model = new_model("qwen3")
+    driver = make_driver(model, fusion="projections")
+    driver.add_requests(prompts)
+    driver.drive_until_empty()
+    assert any(parameter.untyped_storage().nbytes() > parameter.nbytes for parameter in model.parameters())
+    original = fused_weights._release
+    releases = []
+
+    def release(group):
+        releases.append(group)
+        if len(releases) == 2:
+            if kind == "error":
+                raise MemoryError
+            signal.raise_signal(signal.SIGINT)
+        original(group)
+
+    monkeypatch.setattr(fused_weights, "_release", release)
+    with pytest.raises(KeyboardInterrupt if kind == "interrupt" else MemoryError):
+        driver.close()
+    if kind == "error":
+        driver.close()
+    assert all(parameter.untyped_storage().nbytes() == parameter.nbytes for parameter in model.parameters())
+    driver.close()
