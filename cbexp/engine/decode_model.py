@@ -23,7 +23,7 @@ def resolve_fusion(model: PreTrainedModel, fusion: Fusion, *, allows_layers: boo
     """What `fusion` comes to for `model`; without `allows_layers`, `auto` leaves decoder layers whole.
 
     `auto` fuses whole layers in half precision on CUDA where the model allows it, else projections there; nothing on
-    other devices, and nothing in float32, where the order of a sum can change a token.
+    other devices, and nothing in float32 or float64, where the order of a sum can change a token.
 
     Raises:
         EngineError: whole layers were asked for, and the model cannot run so.
@@ -35,7 +35,7 @@ def resolve_fusion(model: PreTrainedModel, fusion: Fusion, *, allows_layers: boo
         return "layers"
     if fusion != "auto":
         return fusion
-    if model.device.type != "cuda" or model.dtype == torch.float32:
+    if model.device.type != "cuda" or model.dtype in (torch.float32, torch.float64):
         return "none"
     return "layers" if allows_layers and why_not_fused(model) is None else "projections"
 

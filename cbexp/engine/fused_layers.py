@@ -173,6 +173,8 @@ def _parameter_objections(model: PreTrainedModel) -> Iterator[str]:
     dtypes = {str(parameter.dtype) for parameter in model.parameters()}
     if len(dtypes) > 1:
         yield f"its parameters differ in dtype: {', '.join(sorted(dtypes))}"
+    if model.dtype == torch.float64:
+        yield "its dtype is torch.float64, and fused kernels sum up in float32"
     _, unfused = find_projection_groups(model)
     for name, reason in unfused.items():
         yield f"{name} cannot be one product: {reason}"

@@ -138,6 +138,7 @@ REFUSED = {
     "one bias in attention": (changed(some_biases), "only some of the projections have a bias"),
     "a bias of the head": (changed(head_with_bias), r"lm_head\.bias is a bias"),
     "a weight in float64": (changed(one_in_float64), "differ in dtype: torch.float32, torch.float64"),
+    "all in float64": (lambda: build().to(torch.float64), "its dtype is torch.float64"),
     "norms in float32": (changed(norms_in_float32), "differ in dtype: torch.bfloat16, torch.float32"),
     "a parameter of another kind": (changed(other_parameter), r"o_proj\.weight is a Packed"),
     "projections that share a weight": (changed(tied_projections), "is shared with another parameter"),

@@ -373,3 +373,17 @@ def test_the_average_error_is_over_rows_not_over_batch_sizes():
     }
     assert summarize_errors([result(1, 0.9), result(9, 0.1)]) == pytest.approx(errors)
     assert summarize_errors([]) == dict.fromkeys(errors)
+
+
+@pytest.mark.parametrize("settings", [{"fusion": "projections"}, {"compile_mode": "default"}], ids=str)
+def test_steps_in_float64_are_checked_as_strictly_as_in_float32(
+    new_model, make_driver, prompts, greedy, settings
+):
+    model = new_model("qwen3").to(torch.float64)
+    driver = make_driver(model, buckets=(8,), num_blocks=64, **settings)
+    driver.add_requests(prompts)
+    completions = [completion.completion_ids for completion in driver.drive_until_empty().values()]
+    assert completions == [greedy(model, prompt, 12) for prompt in prompts]
+    (result,) = driver.resolved["self_check_results"]
+    assert result["max_logprob_error"] < 1e-5
+    assert result["max_logit_error"] < 1e-5
