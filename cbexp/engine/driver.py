@@ -35,7 +35,7 @@ class SyncCBDriver:
     model's own) only `max_new_tokens`, `eos_token_id` and `pad_token_id` count, and `config` goes before it.
 
     Raises at construction: `UnsupportedTransformersError`, `UnsupportedModelError`, `CacheMemoryError`, `EngineError`
-    for a setting that is not available yet, `ValueError` for an impossible one.
+    for a setting that is not available yet, `ValueError` for an impossible one, `TypeError` for one of another type.
     """
 
     def __init__(
@@ -47,6 +47,11 @@ class SyncCBDriver:
         check_transformers_version(transformers.__version__)
         if isinstance(generation_config, CBSyncConfig):
             raise TypeError("SyncCBDriver takes a CBSyncConfig as config=..., the third argument.")
+        if generation_config is not None and not isinstance(generation_config, GenerationConfig):
+            raise TypeError(
+                f"generation_config={generation_config!r} is a {type(generation_config).__name__}: pass a "
+                "GenerationConfig, or None for the model's own."
+            )
         # Only now: another version may lack the names that this import needs.
         from cbexp.engine.engine_slot import EngineSlot
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -13,6 +14,20 @@ class RequestLimits:
     vocab_size: int
     max_positions: int | None
     max_stored_tokens: int | None
+
+
+def as_plain(value: Any) -> Any:
+    """Tensors and NumPy's numbers and arrays as Python's own numbers and lists; anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def check_is_batch(prompts: object) -> None:
+    """Raise `ValueError` unless `prompts` is a collection: of a generator, the length is not known."""
+    if not (isinstance(prompts, Sized) and isinstance(prompts, Iterable)):
+        raise ValueError(
+            f"prompt_ids_list={prompts!r} is a {type(prompts).__name__}: it must be a list of prompts, each a list of "
+            "token ids."
+        )
 
 
 def check_prompt(index: int, prompt_ids: object, vocab_size: int) -> tuple[int, ...]:
@@ -38,13 +53,21 @@ def check_prompt(index: int, prompt_ids: object, vocab_size: int) -> tuple[int, 
 def resolve_max_new_tokens(
     asked: int | Sequence[int] | None, default: int | None, num_prompts: int
 ) -> list[int]:
-    """The limit of each prompt: `asked` (one for all or one each), else `default`; `ValueError` when neither is set."""
-    wanted = default if asked is None else asked
+    """The limit of each prompt: `asked` (one for all or one each), else `default`; `ValueError` when neither is set.
+
+    Tensors and NumPy's arrays are taken like lists, their single numbers like ints.
+    """
+    wanted = default if asked is None else as_plain(asked)
     if wanted is None:
         raise ValueError(
             "max_new_tokens is set nowhere: pass it to add_requests, in CBSyncConfig or in the generation config."
         )
-    limits = [wanted] * num_prompts if isinstance(wanted, int) else list(wanted)
+    if not isinstance(wanted, int) and (isinstance(wanted, str) or not isinstance(wanted, Sequence)):
+        raise ValueError(
+            f"max_new_tokens={wanted!r} ({type(wanted).__name__}) must be an int of at least 1, or a list of one for "
+            "each prompt."
+        )
+    limits = [wanted] * num_prompts if isinstance(wanted, int) else list(map(as_plain, wanted))
     if len(limits) != num_prompts:
         raise ValueError(f"max_new_tokens has {len(limits)} values for {num_prompts} prompts.")
     for index, limit in enumerate(limits):

@@ -5,7 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from cbexp.engine.prompts import RequestLimits, check_length, check_prompt, resolve_max_new_tokens
+from cbexp.engine.prompts import (
+    RequestLimits,
+    as_plain,
+    check_is_batch,
+    check_length,
+    check_prompt,
+    resolve_max_new_tokens,
+)
 from cbexp.engine.request_book import PromptGroup
 
 
@@ -30,8 +37,10 @@ class RequestQueue:
         `max_new_tokens` is one limit or one per prompt. Raises `ValueError`, naming the prompt, for anything that
         cannot be served; nothing is queued then.
         """
+        num_generations = as_plain(num_generations)
         if type(num_generations) is not int or num_generations < 1:
             raise ValueError(f"num_generations={num_generations!r} must be an int of at least 1.")
+        check_is_batch(prompt_ids_list)
         new_tokens = resolve_max_new_tokens(
             max_new_tokens, self._default_max_new_tokens, len(prompt_ids_list)
         )

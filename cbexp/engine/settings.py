@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from torch import Tensor
 from transformers import GenerationConfig
 
+from cbexp.engine.prompts import as_plain
 from cbexp.engine.types import (
     BatchShape,
     CBSyncConfig,
@@ -175,7 +175,11 @@ def _check_without_engine_attention(config: CBSyncConfig) -> None:
 def resolve_decoding(
     config: CBSyncConfig, generation_config: GenerationConfig | None, vocab_size: int
 ) -> DecodingSettings:
-    """Settings of `config`, else of `generation_config`, of which nothing but limit, EOS and pad is read."""
+    """Settings of `config`, else of `generation_config`, of which nothing but limit, EOS and pad is read.
+
+    Raises `TypeError` or `ValueError`, naming the setting, for a value of the generation config that is to count and
+    makes no sense. Its pad token may be any number, since nothing reads it and configs with -1 are about.
+    """
     if config.eos_token_id is not None:
         eos_token_ids, where = _as_ids(config.eos_token_id), "eos_token_id"
     else:
@@ -189,25 +193,34 @@ def resolve_decoding(
         _check_token_id(where, token_id, vocab_size)
     if config.pad_token_id is not None:
         _check_token_id("pad_token_id", config.pad_token_id, vocab_size)
+    max_new_tokens = _first_set(config, generation_config, "max_new_tokens")
+    if max_new_tokens is not None:
+        _check_at_least("generation_config.max_new_tokens", max_new_tokens, 1)
     return DecodingSettings(
-        max_new_tokens=_first_set(config, generation_config, "max_new_tokens"),
+        max_new_tokens=max_new_tokens,
         eos_token_ids=eos_token_ids,
         pad_token_id=_first_set(config, generation_config, "pad_token_id"),
     )
 
 
-def _first_set(config: CBSyncConfig, generation_config: GenerationConfig | None, name: str) -> Any:
-    value = getattr(config, name)
-    return getattr(generation_config, name, None) if value is None else value
+def _first_set(config: CBSyncConfig, generation_config: GenerationConfig | None, name: str) -> int | None:
+    """The value of `config`, which has been checked, else that of `generation_config`."""
+    own: int | None = getattr(config, name)
+    if own is not None:
+        return own
+    value = as_plain(getattr(generation_config, name, None))
+    if value is not None and type(value) is not int:
+        raise TypeError(f"generation_config.{name}={value!r} must be a whole number.")
+    return value
 
 
 def _as_ids(value: Any) -> tuple[Any, ...]:
-    """The ids in what configs hold: one, several, or a tensor of them; they are not checked yet."""
+    """The ids in what configs hold: one, several, or a tensor or array of them; they are not checked yet."""
+    value = as_plain(value)
     if value is None:
         return ()
-    if isinstance(value, Tensor):
-        value = value.tolist()
-    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
+    is_one = isinstance(value, str) or not isinstance(value, Iterable)
+    return (value,) if is_one else tuple(map(as_plain, value))
 
 
 def _check_at_least(name: str, value: int, minimum: int) -> None:
@@ -217,4 +230,7 @@ def _check_at_least(name: str, value: int, minimum: int) -> None:
 
 def _check_token_id(name: str, token_id: int, vocab_size: int) -> None:
     if type(token_id) is not int or not 0 <= token_id < vocab_size:
-        raise ValueError(f"{name} {token_id!r} is not a token id of this model: 0 to {vocab_size - 1}.")
+        raise ValueError(
+            f"{name} {token_id!r} ({type(token_id).__name__}) is not a token id of this model: a plain int, 0 to "
+            f"{vocab_size - 1}."
+        )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import torch
 
 
 @pytest.fixture
@@ -40,7 +42,30 @@ def test_a_bad_prompt_is_named_and_nothing_is_queued(driver, prompts, message):
     assert driver.add_requests([[5]]) == ["req_0"]
 
 
+@pytest.mark.parametrize(
+    "prompts", [None, 5, ([1] for _ in range(2))], ids=lambda value: type(value).__name__
+)
+def test_what_is_no_list_of_prompts_is_named(driver, prompts):
+    with pytest.raises(ValueError, match=r"prompt_ids_list=.* is a \w+: it must be a list of prompts"):
+        driver.add_requests(prompts)
+    assert driver.add_requests([[5]]) == ["req_0"]
+
+
+@pytest.mark.parametrize(
+    "limits", [np.int64(3), torch.tensor(3), np.array([3]), torch.tensor([3]), [np.int32(3)]]
+)
+def test_limits_as_numpy_and_torch_have_them(driver, limits):
+    driver.add_requests([[1]], max_new_tokens=limits, num_generations=np.int64(2))
+    assert [len(completion) for completion in driver.drive_until_empty().values()] == [3, 3]
+
+
 BAD_LIMITS = {
+    "a float for all": (1.5, r"max_new_tokens=1.5 \(float\) must be an int of at least 1, or a list"),
+    "text": ("55", r"max_new_tokens='55' \(str\)"),
+    "a set": ({3, 4}, r"max_new_tokens=\{3, 4\} \(set\)"),
+    "a tensor of floats": (torch.tensor([1.0, 2.0]), r"max_new_tokens of prompts\[0\] is 1.0"),
+    "a column": (torch.tensor([[1], [2]]), r"max_new_tokens of prompts\[0\] is \[1\]"),
+    "true": (torch.tensor(True), r"max_new_tokens of prompts\[0\] is True"),
     "zero": (0, r"max_new_tokens of prompts\[0\] is 0"),
     "negative in a list": ([1, -2], r"max_new_tokens of prompts\[1\] is -2"),
     "float": ([1, 2.0], r"max_new_tokens of prompts\[1\] is 2.0"),

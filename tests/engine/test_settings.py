@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from transformers import GenerationConfig
@@ -56,6 +57,55 @@ def test_eos_config_over_generation_config(shared_model, make_driver, prompts, r
     assert lengths(make_driver(model, given, eos_token_id=()), [prompt]) == [12]
     # Upstream leaves -1 in a config without EOS.
     assert lengths(make_driver(model, GenerationConfig(eos_token_id=-1)), [prompt]) == [12]
+
+
+@pytest.mark.parametrize(
+    "ids", [np.int64(5), np.array([5]), [np.int64(5)], torch.tensor(5), [torch.tensor(5)]]
+)
+def test_eos_ids_as_numpy_and_torch_have_them(shared_model, make_driver, ids):
+    model = shared_model("qwen3")
+    assert make_driver(model, eos_token_id=ids).resolved["eos_token_ids"] == [5]
+    assert make_driver(model, GenerationConfig(eos_token_id=ids)).resolved["eos_token_ids"] == [5]
+
+
+@pytest.mark.parametrize("ids", [5.0, True, [[5]], "5"])
+def test_eos_ids_that_are_no_ints_are_said_to_be_none(shared_model, make_driver, ids):
+    with pytest.raises(
+        ValueError, match=r"eos_token_id .* \(\w+\) is not a token id of this model: a plain int"
+    ):
+        make_driver(shared_model("qwen3"), eos_token_id=ids)
+
+
+@pytest.mark.parametrize("given", [{"eos_token_id": 5}, "eos", 5, GenerationConfig])
+def test_a_generation_config_of_another_type_is_refused(shared_model, make_driver, given):
+    with pytest.raises(TypeError, match=r"generation_config=.* pass a GenerationConfig"):
+        make_driver(shared_model("qwen3"), given)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("max_new_tokens", "x", TypeError),
+        ("max_new_tokens", 2.5, TypeError),
+        ("max_new_tokens", True, TypeError),
+        ("max_new_tokens", 0, ValueError),
+        ("pad_token_id", "x", TypeError),
+        ("eos_token_id", "x", ValueError),
+    ],
+)
+def test_what_a_generation_config_may_not_say(shared_model, make_driver, name, value, error):
+    given = GenerationConfig()
+    setattr(given, name, value)  # its constructor refuses some of them
+    with pytest.raises(error, match=rf"generation_config\.{name}.*{value}"):
+        make_driver(shared_model("qwen3"), given, max_new_tokens=None)
+
+
+def test_what_does_not_count_of_a_generation_config_may_be_anything(new_model, make_driver):
+    model = new_model("qwen3")
+    model.generation_config.pad_token_id = -1  # as the first Llama's
+    assert make_driver(model).resolved["pad_token_id"] == -1
+    model.generation_config.max_new_tokens = 0
+    assert make_driver(model, max_new_tokens=3).resolved["max_new_tokens"] == 3
 
 
 def test_nothing_else_of_a_generation_config_leaks_in(new_model, make_driver, prompts, reference):
