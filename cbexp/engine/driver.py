@@ -34,6 +34,10 @@ class SyncCBDriver:
     in the caller's hands, weights included: no keys or values outlive a drive. Of `generation_config` (default: the
     model's own) only `max_new_tokens`, `eos_token_id` and `pad_token_id` count, and `config` goes before it.
 
+    Greedy means what it means to `generate`: the first of the largest logits, and a NaN counts as the largest. Logits
+    that are not finite are refused by the self-check alone, which looks at the model once for each batch size, and only
+    where steps are compiled, captured or fused.
+
     Raises at construction: `UnsupportedTransformersError`, `UnsupportedModelError`, `CacheMemoryError`, `EngineError`
     for a setting that is not available yet, `ValueError` for an impossible one, `TypeError` for one of another type.
     """
