@@ -146,7 +146,7 @@ def _sync_config(
         attn_implementation=plan.attention.implementation,
         compile_mode=compile_mode,
         cuda_graph=cuda_graph,
-        recompile_limit=config.compile.recompile_limit,
+        recompile_limit=None if compile_mode is None else config.compile.recompile_limit,
         page_size=plan.page_size,
         num_blocks=size.num_blocks,
         max_batch_tokens=size.max_batch_tokens,

@@ -18,10 +18,14 @@ from cbexp.model.attention_choice import AttentionChoice
 from cbexp.planning import compile_choice
 from cbexp.planning.compile_cache import FOLDERS, list_overriding_variables, uses_compile_cache
 from cbexp.planning.compile_choice import ENGINE_MODES, choose_compile_mode, plan_decode
+from cbexp.planning.plan_warnings import find_idle_self_check
 from cbexp.planning.roofline import measure_roofline
 from tests.test_factory import experiment, load
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+IDLE_SELF_CHECK = (
+    "compile.self_check=False has no effect with compile.mode=eager and nothing fused: nothing is checked."
+)
 OWN, SDPA = AttentionChoice("cbexp"), AttentionChoice("sdpa")
 
 
@@ -143,6 +147,43 @@ def test_buckets_bound_the_batch_and_idle_ones_are_named():
     assert "8, 64 have no effect with compile.batch_shape=full" in warning
     (warning,) = build_plan(compiled(buckets=[8, 32], batch_shape="natural")).warnings
     assert "compile.buckets=[8, 32] has no effect with compile.batch_shape=natural" in warning
+
+
+@pytest.mark.parametrize(
+    ("mode", "fusion", "device", "dtype", "is_idle"),
+    [
+        ("eager", "auto", CPU, torch.float32, True),
+        ("eager", "auto", CPU, torch.bfloat16, True),
+        ("eager", "none", CPU, torch.float32, True),
+        ("eager", "projections", CPU, torch.float32, False),
+        ("default", "none", CPU, torch.float32, False),
+        ("eager", "auto", CUDA, torch.float32, True),
+        ("eager", "auto", CUDA, torch.bfloat16, False),
+        ("eager", "none", CUDA, torch.bfloat16, True),
+        ("cuda_graph", "none", CUDA, torch.bfloat16, False),
+    ],
+)
+def test_a_self_check_that_has_nothing_to_check(mode, fusion, device, dtype, is_idle):
+    settings = CompileConfig(mode=mode, fusion=fusion, self_check=False)
+    lines = find_idle_self_check(plan_decode(settings, mode, OWN, device), mode, device, dtype)
+    assert lines == ([IDLE_SELF_CHECK] if is_idle else [])
+    settings.self_check = True
+    assert find_idle_self_check(plan_decode(settings, mode, OWN, device), mode, device, dtype) == []
+
+
+def test_an_idle_self_check_is_among_the_warnings_of_a_run():
+    assert IDLE_SELF_CHECK in build_plan(compiled(self_check=False)).warnings
+    (warning,) = build_plan(compiled("sdpa", self_check=False)).warnings
+    assert "compile.self_check=False has no effect with model.attn_implementation=sdpa" in warning
+
+
+@pytest.mark.parametrize("mode", ["eager", "default"])
+def test_the_recompile_limit_goes_to_a_driver_that_compiles(monkeypatch, mode):
+    seen = []
+    monkeypatch.setattr(factory, "SyncCBDriver", lambda model, generation, config: seen.append(config))
+    config = compiled(mode=mode)
+    factory.build_driver(config, *load(config), (), 0)
+    assert seen[0].recompile_limit == (256 if mode == "default" else None)
 
 
 def test_settings_reach_the_driver(monkeypatch):

@@ -75,7 +75,7 @@ def test_default_experiment_is_whole_and_has_nothing_idle():
         (lambda: SamplingConfig(eos_token_ids=[]), ["sampling.eos_token_ids=[]", "ignore_eos=true"]),
         (lambda: SamplingConfig(eos_token_ids=[-1]), ["sampling.eos_token_ids=-1"]),
         (lambda: CacheConfig(block_sharing="On"), ["cache.block_sharing=On", "auto, on, off"]),
-        (lambda: CacheConfig(num_tokens=16, page_size=32), ["cache.num_tokens=16", "at least 32"]),
+        (lambda: CacheConfig(num_tokens=0), ["cache.num_tokens=0", "at least 1"]),
         (lambda: CacheConfig(max_batch_tokens=8, max_requests_per_batch=9), ["cache.max_batch_tokens=8"]),
         (lambda: CacheConfig(max_memory_fraction=0.95), ["cache.max_memory_fraction=0.95", "(0, 0.9]"]),
         (lambda: CompileConfig(mode="reduce-overhead"), ["Did you mean 'reduce_overhead'?"]),

@@ -196,6 +196,33 @@ def test_idle_settings_are_warned_about():
     assert any("recompile_limit" in warning for warning in build_plan(config).warnings)
 
 
+@pytest.mark.parametrize(
+    ("cache", "said"),
+    [
+        ({"num_tokens": 20}, "is rounded up to 256 tokens, 1 page of 256."),
+        ({"num_tokens": 300}, "is rounded up to 512 tokens, 2 pages of 256."),
+        ({"num_tokens": 300, "page_size": 256}, "is rounded up to 512 tokens, 2 pages of 256."),
+        ({"num_tokens": 20, "page_size": 32}, "is rounded up to 32 tokens, 1 page of 32."),
+        (
+            {"num_tokens": 20, "page_size": 64, "driver": "manager"},
+            "is rounded up to 64 tokens, 1 page of 64.",
+        ),
+        ({"num_tokens": 512}, None),
+        ({"num_tokens": None, "page_size": 48}, None),
+    ],
+)
+def test_a_cache_in_other_than_whole_pages_is_rounded_up_and_told(cache, said):
+    config = experiment(**cache)
+    plan, loaded, prompts = load(config)
+    rounded = [warning for warning in plan.warnings if warning.startswith("cache.num_tokens=")]
+    assert rounded == ([] if said is None else [f"cache.num_tokens={cache['num_tokens']} {said}"])
+    if said is not None:
+        driver = build_driver(config, plan, loaded, prompts, (), 0)
+        tokens = driver.resolved["num_blocks"] * driver.resolved["page_size"]
+        driver.close()
+        assert f"rounded up to {tokens} tokens" in rounded[0]
+
+
 def test_tensor_parallel_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(

@@ -35,8 +35,8 @@ MAX_MEMORY_FRACTION = 0.9
 class CacheConfig:
     """The paged KV cache, sizes in tokens.
 
-    `num_tokens` None: what a round needs, within `max_memory_fraction` of the free memory. `page_size` None: 256, or
-    32 with block sharing; vLLM's is 16.
+    `num_tokens` is rounded up to whole pages; None: what a round needs, within `max_memory_fraction` of the free
+    memory. `page_size` None: 256, or 32 with block sharing; vLLM's is 16.
     """
 
     name: str = "auto"
@@ -52,7 +52,7 @@ class CacheConfig:
         check_choice("cache.block_sharing", self.block_sharing, BLOCK_SHARING)
         check_choice("cache.scheduler", self.scheduler, SCHEDULERS)
         check_at_least("cache.page_size", self.page_size, 4)
-        check_at_least("cache.num_tokens", self.num_tokens, self.page_size or 1)
+        check_at_least("cache.num_tokens", self.num_tokens, 1)
         check_at_least("cache.max_requests_per_batch", self.max_requests_per_batch, 1)
         check_at_least("cache.max_batch_tokens", self.max_batch_tokens, self.max_requests_per_batch or 1)
         if not 0 < self.max_memory_fraction <= MAX_MEMORY_FRACTION:

@@ -162,6 +162,11 @@ def build_processor(model: PreTrainedModel, settings: EngineSettings) -> Continu
         )
 
 
+def can_share_blocks(config: PreTrainedConfig) -> bool:
+    """Whether upstream lets requests share blocks: no layer's cache is the ring of a sliding window."""
+    return SLIDING_ATTENTION not in _group_layers(config)
+
+
 def max_request_tokens(cache: PagedAttentionCache) -> int | None:
     """Most tokens of one request that the cache, while empty, can store; None when there is no such limit.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -65,6 +66,13 @@ class SyncCBDriver:
         defaults = self._model.generation_config if generation_config is None else generation_config
         self._decoding = resolve_decoding(self._config, defaults, self._model.config.vocab_size)
         self._slot = EngineSlot(self._model, self._config, self._decoding.eos_token_ids)
+
+        if self._config.allow_block_sharing and not self._slot.can_share_blocks:
+            warnings.warn(
+                f"allow_block_sharing=True has no effect with this {type(self._model).__name__}, which has layers with "
+                "a sliding window: their cache cannot be shared.",
+                stacklevel=2,
+            )
 
         self._queue = RequestQueue(self._decoding.max_new_tokens, self._decoding.eos_token_ids)
         self._num_steps = 0

@@ -13,6 +13,7 @@ from cbexp.engine.batch_shapes import build_batch_shapes
 from cbexp.engine.borrow import borrowed_for_inference, on_loan
 from cbexp.engine.cb_internals import (
     EngineSettings,
+    can_share_blocks,
     require_paged_attention,
     require_paged_layers,
     sector_slack_blocks,
@@ -49,6 +50,11 @@ class EngineSlot:
         with self.borrowed():
             probe_paged_forward(model, config, self._attention, num_blocks=1 + self._slack_blocks)
         self._engine = None if config.num_blocks is None else self._build(config.num_blocks)
+
+    @property
+    def can_share_blocks(self) -> bool:
+        """Whether `allow_block_sharing` has an effect on this model."""
+        return can_share_blocks(self._model.config)
 
     @property
     def max_stored_tokens(self) -> int | None:

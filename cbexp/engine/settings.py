@@ -138,6 +138,11 @@ def _check_compile(config: CBSyncConfig) -> None:
             f"compile_region='layer' does not go with compile_mode={mode!r}, which {reason}: use 'default' or "
             "'max-autotune-no-cudagraphs'."
         )
+    if config.recompile_limit is not None and mode is None and config.has_engine_attention:
+        raise EngineError(
+            f"recompile_limit={config.recompile_limit} is without effect when compile_mode=None, which compiles "
+            "nothing: leave it out."
+        )
 
 
 def _check_buckets(buckets: Sequence[int], config: CBSyncConfig) -> None:
@@ -163,6 +168,9 @@ def _check_without_engine_attention(config: CBSyncConfig) -> None:
         f"fusion={config.fusion!r}": config.fusion not in ("auto", "none"),
         f"batch_shape={config.batch_shape!r}": config.batch_shape != "buckets",
         f"buckets={config.buckets!r}": config.buckets is not None,
+        f"max_burst={config.max_burst}": config.max_burst != CBSyncConfig.max_burst,
+        f"recompile_limit={config.recompile_limit}": config.recompile_limit is not None,
+        "self_check=False": not config.self_check,
     }
     for setting, is_set in idle.items():
         if is_set:

@@ -28,7 +28,14 @@ from cbexp.model.memory import (
 )
 from cbexp.planning.compile_cache import uses_compile_cache
 from cbexp.planning.compile_choice import DecodePlan, choose_compile_mode, plan_decode
-from cbexp.planning.plan_warnings import find_handicap, find_idle_buckets, find_idle_settings, find_slowness
+from cbexp.planning.plan_warnings import (
+    find_handicap,
+    find_idle_buckets,
+    find_idle_self_check,
+    find_idle_settings,
+    find_rounded_cache,
+    find_slowness,
+)
 
 PAGE_SIZE = 256
 PAGE_SIZE_WITH_SHARING = 32
@@ -148,6 +155,8 @@ def resolve_plan(config: ExperimentConfig) -> RunPlan:
     limits = tuple(load_completion_limits(config))
     _check_positions(config.dataset.min_length or 1, max(limits), architecture)
     block_sharing = _resolve_block_sharing(config, describe_cache_layout(architecture))
+    cache_tokens = config.cache.num_tokens if config.has_paged_cache else None
+    page_size = config.cache.page_size or _default_page_size(driver, block_sharing)
     weights = measure_weights(architecture, dtype)
     return RunPlan(
         driver=driver,
@@ -160,8 +169,8 @@ def resolve_plan(config: ExperimentConfig) -> RunPlan:
         weights=weights,
         limits=limits,
         has_paged_cache=config.has_paged_cache,
-        cache_tokens=config.cache.num_tokens if config.has_paged_cache else None,
-        page_size=config.cache.page_size or _default_page_size(driver, block_sharing),
+        cache_tokens=cache_tokens,
+        page_size=page_size,
         block_sharing=block_sharing,
         scheduler="prefill_first" if config.cache.scheduler == "prefill_first" else "fifo",
         max_batch_tokens=config.cache.max_batch_tokens,
@@ -170,6 +179,8 @@ def resolve_plan(config: ExperimentConfig) -> RunPlan:
         warnings=[
             *find_idle_settings(config, compile_mode, device),
             *find_idle_buckets(decode, max_requests),
+            *find_idle_self_check(decode, compile_mode, device, dtype),
+            *find_rounded_cache(cache_tokens, page_size),
             *find_handicap(driver, attention, device),
             *find_slowness(device, weights, config.model.num_threads),
         ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 
@@ -37,6 +38,32 @@ def find_idle_buckets(decode: DecodePlan | None, max_requests: int) -> list[str]
         return []
     shape = f"compile.batch_shape={decode.batch_shape} and batches of at most {max_requests} requests"
     return [f"compile.buckets: {', '.join(map(str, idle))} have no effect with {shape}."]
+
+
+def find_idle_self_check(
+    decode: DecodePlan | None, compile_mode: str, device: torch.device, dtype: torch.dtype
+) -> list[str]:
+    """Eager steps of the model's own code are what others are checked against: where they run, nothing is checked.
+
+    Fusion `auto` fuses in half precision on CUDA alone.
+    """
+    if decode is None or decode.self_check or compile_mode != "eager":
+        return []
+    auto_fuses = device.type == "cuda" and dtype is not torch.float32
+    if decode.fusion != "none" and (decode.fusion != "auto" or auto_fuses):
+        return []
+    return [
+        "compile.self_check=False has no effect with compile.mode=eager and nothing fused: nothing is checked."
+    ]
+
+
+def find_rounded_cache(num_tokens: int | None, page_size: int) -> list[str]:
+    """A cache that was asked for in other than whole pages."""
+    if num_tokens is None or num_tokens % page_size == 0:
+        return []
+    num_pages = math.ceil(num_tokens / page_size)
+    pages = f"{num_pages} page{'s' if num_pages > 1 else ''} of {page_size}"
+    return [f"cache.num_tokens={num_tokens} is rounded up to {num_pages * page_size:,} tokens, {pages}."]
 
 
 def find_slowness(device: torch.device, weights: WeightSize, num_threads: int | None) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -163,7 +164,10 @@ def make_driver() -> Iterator[Callable[..., SyncCBDriver]]:
 
     def make(model: Any, generation_config: GenerationConfig | None = None, **changes: Any) -> SyncCBDriver:
         settings: dict[str, Any] = {"max_new_tokens": 12, "page_size": 8, "max_batch_tokens": 256} | changes
-        drivers.append(SyncCBDriver(model, generation_config, CBSyncConfig(**settings)))
+        with warnings.catch_warnings():
+            # Tests go over families and settings alike.
+            warnings.filterwarnings("ignore", "allow_block_sharing=True has no effect")
+            drivers.append(SyncCBDriver(model, generation_config, CBSyncConfig(**settings)))
         return drivers[-1]
 
     yield make

@@ -153,6 +153,10 @@ def test_nothing_else_of_a_generation_config_leaks_in(new_model, make_driver, pr
         ({"attn_implementation": "sdpa", "compile_mode": "default"}, "compile_mode='default' works on"),
         ({"attn_implementation": "sdpa", "cuda_graph": True}, "cuda_graph=True works on the engine's own"),
         ({"attn_implementation": "sdpa", "batch_shape": "full"}, "batch_shape='full' works on"),
+        ({"attn_implementation": "sdpa", "max_burst": 3}, "max_burst=3 works on"),
+        ({"attn_implementation": "sdpa", "self_check": False}, "self_check=False works on"),
+        ({"attn_implementation": "sdpa", "recompile_limit": 5}, "recompile_limit=5 works on"),
+        ({"recompile_limit": 5}, "recompile_limit=5 is without effect when compile_mode=None"),
     ],
 )
 def test_what_does_not_work_is_refused_in_one_line(shared_model, make_driver, settings, said):
@@ -240,6 +244,19 @@ def test_block_sharing_is_recorded_as_it_runs(shared_model, make_driver):
     for family, is_shared in (("qwen3", True), ("mistral", False)):
         driver = make_driver(shared_model(family), num_blocks=40, allow_block_sharing=True)
         assert driver.resolved["block_sharing"] is is_shared
+
+
+@pytest.mark.parametrize(("family", "is_told"), [("qwen3", False), ("mistral", True), ("gemma2", True)])
+@pytest.mark.parametrize("asked", [False, True])
+def test_block_sharing_that_has_no_effect_is_told(shared_model, recwarn, family, is_told, asked):
+    SyncCBDriver(shared_model(family), config=CBSyncConfig(page_size=8, allow_block_sharing=asked)).close()
+    told = [str(warning.message) for warning in recwarn]
+    if is_told and asked:
+        (line,) = told
+        assert line.startswith("allow_block_sharing=True has no effect with this")
+        assert recwarn[0].filename == __file__
+    else:
+        assert told == []
 
 
 def test_batches_never_hold_more_requests_than_tokens(shared_model, make_driver):
