@@ -26,7 +26,7 @@ from cbexp.planning.cache_sizing import (
     max_requests_in_memory,
     size_cache,
 )
-from cbexp.planning.compile_cache import compile_environment, describe_compile_cache
+from cbexp.planning.compile_cache import compile_environment, describe_compile_cache, explaining_full_cache
 from cbexp.planning.compile_choice import ENGINE_MODES
 from cbexp.planning.dry_run import DryRunReport, summarize_dry_run
 from cbexp.planning.plan import RunPlan, build_plan
@@ -41,6 +41,7 @@ __all__ = [
     "build_vllm_driver",
     "compile_environment",
     "describe_compile_cache",
+    "explaining_full_cache",
     "measure_roofline",
     "resolve_stop_ids",
     "summarize_dry_run",

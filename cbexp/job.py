@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -25,6 +25,7 @@ from cbexp.factory import (
     build_vllm_driver,
     compile_environment,
     describe_compile_cache,
+    explaining_full_cache,
     measure_roofline,
     resolve_stop_ids,
 )
@@ -144,7 +145,8 @@ class Job:
         self._runner = RoundRunner(
             driver, prompts, tokenizer, plan.limits, config.dataset.num_generations, loaded.device
         )
-        self._timed("driver_warmup", driver.warmup)
+        with explaining_full_cache(config.compile) if plan.uses_compile_cache else nullcontext():
+            self._timed("driver_warmup", driver.warmup)
         self._compile_cache = describe_compile_cache() if plan.uses_compile_cache else None
         self._display.print_set_up(driver.compile_stats, self._compile_cache)
         return driver

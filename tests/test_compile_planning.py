@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch._inductor.exc import InductorError
 
 from cbexp import factory
 from cbexp.config import COMPILE_MODES, CompileConfig, ExperimentConfig, ModelConfig
+from cbexp.engine import EngineError, SyncCBDriver
 from cbexp.errors import ConfigError, NotApplicableError
-from cbexp.factory import build_plan, compile_environment, describe_compile_cache
+from cbexp.experiment import run_experiment
+from cbexp.factory import build_plan, compile_environment, describe_compile_cache, explaining_full_cache
 from cbexp.model.attention_choice import AttentionChoice
 from cbexp.planning import compile_choice
 from cbexp.planning.compile_cache import FOLDERS, list_overriding_variables, uses_compile_cache
@@ -79,6 +83,10 @@ def test_a_cpu_without_compiler_is_told_before_anything_is_loaded():
     cpp_builder.cpp_compiler_search.cache_clear()
     message = r"compile.mode=default compiles C\+\+ .* CXX, or use compile=eager"
     with config.patch({"cpp.cxx": ("no-such-compiler",)}), pytest.raises(NotApplicableError, match=message):
+        build_plan(compiled(mode="default"))
+    cpp_builder.cpp_compiler_search.cache_clear()
+    message = r"C\+\+ for the CPU, and /bin/true is no C\+\+ compiler: install g\+\+"
+    with config.patch({"cpp.cxx": ("/bin/true",)}), pytest.raises(NotApplicableError, match=message):
         build_plan(compiled(mode="default"))
     cpp_builder.cpp_compiler_search.cache_clear()
     assert build_plan(compiled(mode="eager")).compile_mode == "eager"
@@ -218,7 +226,6 @@ def test_cache_folders_hold_for_the_body_alone(tmp_path):
     with compile_environment(config, "default", "sync"):
         assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "compiled" / "inductor")
         assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "compiled" / "triton")
-        assert not (tmp_path / "compiled").exists(), "made when something is written"
         assert describe_compile_cache()["num_bytes"] == 0
     assert not any(name in os.environ for name in FOLDERS)
 
@@ -270,14 +277,65 @@ def test_home_is_where_it_is_by_default(monkeypatch, tmp_path):
         assert Path(os.environ["TRITON_CACHE_DIR"]) == tmp_path / ".cache" / "cbexp" / "compile" / "triton"
 
 
-def test_folder_that_cannot_be_written_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("folder", "reason"),
+    [
+        ("{}/file/inside", "Not a directory"),
+        ("{}/file", "File exists"),
+        ("/proc/none", "(No such file|Permission)"),
+    ],
+)
+def test_folder_that_cannot_be_written_is_refused(tmp_path, folder, reason):
     (tmp_path / "file").write_text("")
-    config = CompileConfig(cache_dir=str(tmp_path / "file" / "inside"))
+    folder = folder.format(tmp_path)
     with (
-        pytest.raises(ConfigError, match="cannot be written"),
-        compile_environment(config, "default", "sync"),
+        pytest.raises(ConfigError, match=rf"compile\.cache_dir={folder} cannot be written \({reason}"),
+        compile_environment(CompileConfig(cache_dir=folder), "default", "sync"),
     ):
         pass
+
+
+def out_of_space(kind: str) -> Exception:
+    """As it comes from a compiler: Triton's, PyTorch's, and a C++ compiler's."""
+    full = OSError(errno.ENOSPC, "No space left on device")
+    if kind == "plain":
+        return full
+    told = InductorError(full, None) if kind == "inductor" else RuntimeError("ld: No space left on device")
+    error = EngineError("cannot compile")
+    error.__cause__ = told
+    return error
+
+
+@pytest.mark.parametrize("kind", ["plain", "inductor", "compiler"])
+def test_a_full_compile_cache_is_named(tmp_path, kind):
+    config = CompileConfig(cache_dir=str(tmp_path / "small"))
+    message = rf"compile\.cache_dir={tmp_path}/small: no space is left .* in {tmp_path}/small/inductor and "
+    with (
+        pytest.raises(ConfigError, match=message),
+        compile_environment(config, "default", "sync"),
+        explaining_full_cache(config),
+    ):
+        raise out_of_space(kind)
+
+
+def test_other_errors_of_a_compiler_are_left_alone():
+    error = EngineError("cannot compile")
+    error.__cause__ = OSError(errno.EACCES, "no")
+    with pytest.raises(EngineError) as caught, explaining_full_cache(CompileConfig()):
+        raise error
+    assert caught.value is error
+
+
+def test_a_run_names_its_full_compile_cache(tmp_path, monkeypatch):
+    def warmup(driver):
+        raise out_of_space("plain")
+
+    monkeypatch.setattr(SyncCBDriver, "warmup", warmup)
+    config = compiled(mode="default", cache_dir=str(tmp_path / "small"))
+    outcome = run_experiment(config, tmp_path / "run", [])
+    assert (outcome.status, "compile.cache_dir=" in outcome.message) == ("bad_config", True)
+    outcome = run_experiment(compiled(mode="eager"), tmp_path / "other", [])
+    assert (outcome.status, "compile.cache_dir=" in outcome.message) == ("failed", False)
 
 
 def test_recompile_limit_of_a_peer_holds_for_the_body():

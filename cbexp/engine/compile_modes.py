@@ -13,6 +13,7 @@ from cbexp.engine.compile_stats import CompileStats
 from cbexp.engine.compiled_layers import LayerCompiledStep
 from cbexp.engine.compiled_step import CompiledStep
 from cbexp.engine.compiler_session import CompileOptions
+from cbexp.engine.cpp_compiler import find_cpp_compiler_problem
 from cbexp.engine.cuda_graphs import GraphReplay
 from cbexp.engine.decode_buffers import DecodeBuffers
 from cbexp.engine.decode_step import DecodeForward, DecodeStep
@@ -134,13 +135,9 @@ def _require_torch_compile(mode: str) -> None:
 
 def require_cpp_compiler(mode: str) -> None:
     """Raise `EngineError` when torch.compile finds no C++ compiler, without which it makes no code for a CPU."""
-    from torch._inductor.cpp_builder import get_cpp_compiler  # late: it takes seconds
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler as error:
+    problem = find_cpp_compiler_problem()
+    if problem is not None:
         raise EngineError(
-            f"{mode} compiles C++ for the CPU, and no compiler was found: install g++ or name one in the environment "
-            "variable CXX, or decode eagerly (compile_mode None)."
-        ) from error
+            f"{mode} compiles C++ for the CPU, and {problem}: install g++ or name one in the environment variable CXX, "
+            "or decode eagerly (compile_mode None)."
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ FOLDERS = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 # The start of the folder in the temporary one that PyTorch names in these variables itself, on import even.
 PYTORCHS_OWN = "torchinductor_"
 
+OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
 
 def uses_compile_cache(mode: str, driver: str, device: torch.device) -> bool:
     """Whether this process compiles anything: a job's forward, or the synchronous driver's own kernels on a GPU."""
@@ -32,11 +35,11 @@ def uses_compile_cache(mode: str, driver: str, device: torch.device) -> bool:
 def compile_environment(config: CompileConfig, mode: str, driver: str) -> Iterator[None]:
     """Point PyTorch and Triton to `config.cache_dir` for the body, but where the user's environment names a folder.
 
-    The folder is made when something is written. The recompile limit of a peer's forward holds for the body too; the
+    The recompile limit of a peer's forward holds for the body too; the
     synchronous driver sets its own.
 
     Raises:
-        ConfigError: the folder cannot be written.
+        ConfigError: the folder cannot be made or written.
     """
     before = {name: os.environ.get(name) for name in FOLDERS}
     previous_limit = torch._dynamo.config.recompile_limit
@@ -52,6 +55,21 @@ def compile_environment(config: CompileConfig, mode: str, driver: str) -> Iterat
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
+
+
+@contextmanager
+def explaining_full_cache(config: CompileConfig) -> Iterator[None]:
+    """Turn the error of a body without space for compiled code into a `ConfigError` that names setting and folders."""
+    try:
+        yield
+    except Exception as error:
+        if not _is_for_want_of_space(error):
+            raise
+        folders = " and ".join(describe_compile_cache()["folders"])
+        raise ConfigError(
+            f"compile.cache_dir={config.cache_dir}: no space is left for compiled code in {folders or 'it'}. Make "
+            "room, or give another folder (null for PyTorch's own)."
+        ) from error
 
 
 def describe_compile_cache() -> dict[str, Any]:
@@ -73,20 +91,34 @@ def _is_users_own(folder: str | None) -> bool:
     return bool(folder) and not str(folder).startswith(os.path.join(tempfile.gettempdir(), PYTORCHS_OWN))
 
 
+def _is_for_want_of_space(error: BaseException | None) -> bool:
+    while error is not None:
+        # PyTorch's errors and those of compilers say it in words alone.
+        if getattr(error, "errno", None) in OUT_OF_SPACE or os.strerror(errno.ENOSPC) in str(error):
+            return True
+        error = error.__cause__
+    return False
+
+
 def _set_folders(cache_dir: str) -> None:
     folder = Path(cache_dir).expanduser().absolute()
-    _require_writable(folder)
-    for name, part in FOLDERS.items():
-        if not _is_users_own(os.environ.get(name)):
-            os.environ[name] = str(folder / part)
+    names = [name for name in FOLDERS if not _is_users_own(os.environ.get(name))]
+    if names:
+        _make_writable(folder)
+    for name in names:
+        os.environ[name] = str(folder / FOLDERS[name])
 
 
-def _require_writable(folder: Path) -> None:
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
+def _make_writable(folder: Path) -> None:
+    """Make the folder now: whether it can be made, nothing else tells for sure."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        reason = None if os.access(folder, os.W_OK) else "it is read-only"
+    except OSError as error:
+        reason = error.strerror
+    if reason is not None:
         raise ConfigError(
-            f"compile.cache_dir={folder} cannot be written ({existing} is no folder that can be): give another one, or "
-            "null for PyTorch's own."
+            f"compile.cache_dir={folder} cannot be written ({reason}): give another one, or null for PyTorch's own."
         )
 
 

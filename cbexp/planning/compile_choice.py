@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 
 from cbexp.config import CompileConfig, check_region
+from cbexp.engine.cpp_compiler import find_cpp_compiler_problem
 from cbexp.engine.types import ENGINE_ATTENTION, BatchShape, CompileMode, CompileRegion, Fusion
 from cbexp.errors import ConfigError, NotApplicableError
 from cbexp.model.attention_choice import AttentionChoice
@@ -130,14 +131,9 @@ def _choose_for_peer(mode: str, driver: str, attention: AttentionChoice, device:
 
 
 def _require_cpp_compiler(mode: str) -> None:
-    # Late, because it takes seconds and most runs compile nothing for a CPU.
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler as error:
+    problem = find_cpp_compiler_problem()
+    if problem is not None:
         raise NotApplicableError(
-            f"compile.mode={mode} compiles C++ for the CPU, and no compiler was found: install g++ or name one in the "
-            "environment variable CXX, or use compile=eager."
-        ) from error
+            f"compile.mode={mode} compiles C++ for the CPU, and {problem}: install g++ or name one in the environment "
+            "variable CXX, or use compile=eager."
+        )
