@@ -18,7 +18,7 @@ from cbexp.engine.model_support import require_supported_model
 from cbexp.engine.prompts import RequestLimits
 from cbexp.engine.request_book import PromptGroup, RequestBook
 from cbexp.engine.request_queue import RequestQueue
-from cbexp.engine.settings import check_config, resolve_decoding
+from cbexp.engine.settings import check_config, check_count, resolve_decoding
 from cbexp.engine.types import CBSyncConfig, Completion, EngineError, StepInfo
 
 if TYPE_CHECKING:
@@ -127,9 +127,13 @@ class SyncCBDriver:
         """Mean seconds of a decode step in each of `num_bursts` bursts of `num_steps`, without prompts or a scheduler.
 
         Each of `batch` rows, one of the batch sizes, attends to `context` tokens. Raises `EngineError` when the cache
-        or the buffers are too small for that, or when there is no cache yet.
+        or the buffers are too small for that, or when there is no cache yet; `TypeError` or `ValueError` for an
+        argument that is no int of at least 1.
         """
         self._check_usable("time_decode_steps")
+        asked = {"batch": batch, "context": context, "num_steps": num_steps, "num_bursts": num_bursts}
+        for name, value in asked.items():
+            check_count(name, value)
         return self._slot.time_decode_steps(batch, context, num_steps, num_bursts)
 
     def add_requests(

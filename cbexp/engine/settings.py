@@ -82,6 +82,13 @@ def check_config(config: CBSyncConfig) -> None:
         _check_without_engine_attention(config)
 
 
+def check_count(name: str, value: object) -> None:
+    """Raise `TypeError` or `ValueError`, by name, unless `value` is an int of at least 1."""
+    if type(value) is not int:
+        raise TypeError(f"{name}={value!r} must be a whole number.")
+    _check_at_least(name, value, 1)
+
+
 def check_device(config: CBSyncConfig, device_type: str) -> None:
     """Raise `EngineError` when the settings need CUDA and the model is elsewhere."""
     if device_type == "cuda":

@@ -147,6 +147,18 @@ def test_a_driver_without_a_cache_of_fixed_size_is_refused(shared_model, make_dr
         driver.time_decode_steps(batch=1, context=4, num_steps=4, num_bursts=1)
 
 
+@pytest.mark.parametrize("name", ["batch", "context", "num_steps", "num_bursts"])
+@pytest.mark.parametrize(
+    ("value", "error"), [(0, ValueError), (-3, ValueError), (1.0, TypeError), (True, TypeError)]
+)
+def test_a_driver_checks_what_it_is_to_time(shared_model, make_driver, name, value, error):
+    driver = make_driver(shared_model("qwen3"), num_blocks=20)
+    asked = {"batch": 1, "context": 4, "num_steps": 4, "num_bursts": 1} | {name: value}
+    with pytest.raises(error, match=f"^{name}={value}"):
+        driver.time_decode_steps(**asked)
+    assert len(driver.time_decode_steps(batch=1, context=4, num_steps=4, num_bursts=2)) == 2
+
+
 def test_a_closed_driver_times_nothing(shared_model, make_driver):
     driver = make_driver(shared_model("qwen3"), num_blocks=20)
     driver.close()
