@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from cbexp.engine import SyncCBDriver
 from cbexp.engine.bandwidth import StepBytes, decode_step_bytes, measure_read_bandwidth
 from cbexp.environment import release_memory
 from cbexp.factory import build_driver, build_plan, compile_environment
+from cbexp.model.device import resolve_device
 from cbexp.model.loading import LoadedModel, load_model
 from cbexp.planning.plan import PAGE_SIZE, RunPlan
 
@@ -62,7 +64,7 @@ def opened_for_steps(
 ) -> Iterator[StepSetUp]:
     """A driver with a bucket for each batch and a cache for the largest of `shapes` (batch, context)."""
     config = compose(_step_overrides(model, compile_mode, shapes, num_steps) + list(overrides))
-    plan = build_plan(config)
+    plan = _plan_with_notice(config)
     with ExitStack() as resources:
         resources.callback(release_memory)
         loaded = load_model(config.model, config.adapter, config.seed)
@@ -75,6 +77,18 @@ def opened_for_steps(
         resources.callback(driver.close)
         assert isinstance(driver, SyncCBDriver)
         yield StepSetUp(plan, loaded, driver, bandwidth)
+
+
+def _plan_with_notice(config: ExperimentConfig) -> RunPlan:
+    """The plan; on a CPU with a word about that before anything large is asked for."""
+    if resolve_device(config.model.device).type == "cpu":
+        print(
+            "no CUDA device: steps run on the CPU, where the models named here take minutes and more memory than most "
+            "have; --override model.architecture.num_hidden_layers=2 makes a small one",
+            file=sys.stderr,
+            flush=True,
+        )
+    return build_plan(config)
 
 
 def _step_overrides(

@@ -216,6 +216,14 @@ def test_information_is_asked_for_between_settings(run):
     assert (printed["driver"]["name"], printed["num_rounds"]) == ("generate", 2)
 
 
+@pytest.mark.parametrize("asking", [["--cfg", "job"], ["--info", "config"]])
+def test_a_sweep_shows_no_configuration(run, asking):
+    result = run("-m", "seed=1,2", *asking)
+    assert (result.code, result.out) == (2, "")
+    assert "-m runs a sweep, and --cfg and --info only show something" in result.err
+    assert "Traceback" not in result.err
+
+
 def test_experiment_can_be_a_sweep_of_its_own(run, experiment):
     result = run("experiment=compile_modes", "compile=eager,cuda_graph", "isolation=none")
     assert result.code == 0

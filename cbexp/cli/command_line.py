@@ -86,7 +86,9 @@ def _run(arguments: list[str]) -> int:
 
 
 def _check_arguments(args: Namespace) -> None:
-    """Refuse what Hydra would pass over in silence, also where it only shows a configuration."""
+    """Refuse what Hydra would pass over in silence or with a traceback, also where it only shows a configuration."""
+    if args.multirun and (args.cfg or args.info):
+        raise ConfigError("-m runs a sweep, and --cfg and --info only show something: leave out one of them.")
     refuse_repeated_keys(args.overrides)
     if args.config_dir is not None:
         refuse_hidden_choices(Path(args.config_dir), conf_dir())

@@ -22,6 +22,8 @@ NAMES = ("cache.name", "sampling.name", "num_rounds")
 # Facts that differ between the cells of one sweep, from slot to slot.
 PLACES = ("host", "GPU clocks and power", "$CUDA_VISIBLE_DEVICES")
 MAX_COMPARED = 100
+# A smaller lead is written as 1.00, whatever the noise.
+MIN_RATIO_AHEAD = 1.005
 
 # Of the fastest run over its rival: there is none, too few rounds to tell, beyond the noise and not, or as may be since
 # the same configuration also came out slower.
@@ -51,7 +53,8 @@ class Lead:
             return "shared"
         if self.ratio.interval is None:
             return "untold"
-        return "ahead" if self.ratio.interval.low > 1 else "unclear"
+        is_ahead = self.ratio.interval.low > 1 and self.ratio.value >= MIN_RATIO_AHEAD
+        return "ahead" if is_ahead else "unclear"
 
 
 def find_lead(rows: Sequence[Row], run_of: Mapping[str, Run]) -> Lead:

@@ -93,7 +93,7 @@ def time_step(graph):
 @torch.no_grad()
 @pytest.mark.parametrize("is_spread", [True, False], ids=["spread", "in front"])
 def test_attention_reads_for_active_rows_alone(weights, buffers, is_spread):
-    """16 of 256 rows go on: reading is a sixteenth, and programs of the others are to end at once."""
+    """16 of 256 rows go on: a sixteenth is read, by a sixteenth of the programs, which cannot fill the device."""
     model, fused_weights = weights
     forward = FusedForward(read_fused_model(model, fused_weights, 2 * CONTEXT), buffers.layers)
     buffers.token_ids.copy_(torch.arange(NUM_ROWS))
@@ -109,4 +109,4 @@ def test_attention_reads_for_active_rows_alone(weights, buffers, is_spread):
     few_active = time_step(graph) - without_past
 
     assert all_active > without_past, "a step is to be mostly attention here"
-    assert few_active < all_active / 5
+    assert few_active < all_active / 3

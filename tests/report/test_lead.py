@@ -125,6 +125,16 @@ def test_a_winner_that_is_wrong_more_often_is_told(make_run, num_correct, is_tol
     assert ("note: fewer correct completions than another run of the same work" in text) == is_told
 
 
+@pytest.mark.parametrize(
+    ("wall_s", "words"), [(1.004, "not clearly ahead of #2: 1.00x"), (1.006, "beyond the noise")]
+)
+def test_a_lead_that_is_written_as_none_is_none(make_run, wall_s, words):
+    """However steady the rounds are."""
+    walls = {"eager": (1.0,) * 5, "default": (wall_s,) * 5}
+    runs = load_runs([make_run(mode, [f"compile={mode}"], walls[mode]) for mode in walls])
+    assert words in format_report(runs)
+
+
 def test_leads_are_told_on_the_terminal(make_cell):
     folders = [make_cell("generate", cache, wall_s) for cache, wall_s in ((1, 1.0), (2, 1.1), (None, 1.2))]
     folders += [make_cell("sync", 1, 1.01)]
