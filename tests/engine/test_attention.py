@@ -277,10 +277,10 @@ def test_decode_steps_equal_generate(new_model, make_prompts, reference, family)
         ids = [t[position] if active else 0 for t, active in zip(tokens, is_active, strict=True)]
         places = [position if active else -1 for active in is_active]
         with torch.no_grad():
-            chosen = forward(torch.tensor(ids), torch.tensor(places, dtype=torch.int32)).tolist()
+            chosen, _ = forward(torch.tensor(ids), torch.tensor(places, dtype=torch.int32))
         for row, active in enumerate(is_active):
             if active and position + 1 == len(tokens[row]):
-                tokens[row].append(chosen[row])
+                tokens[row].append(int(chosen[row]))
     assert [tuple(t[len(p) :]) for t, p in zip(tokens, prompts, strict=True)] == expected
 
 
