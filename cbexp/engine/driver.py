@@ -169,7 +169,8 @@ class SyncCBDriver:
     def close(self) -> None:
         """Free the cache. Safe to call twice; any other use of the driver afterwards is an `EngineError`.
 
-        Ctrl-C takes effect once all is freed, and an exception leaves the rest to the next call.
+        Ctrl-C takes effect once all is freed, and an exception leaves the rest to the next call: an `EngineError` while
+        another thread has the model on loan, for one.
         """
         if self._is_driving:
             raise EngineError("close() was called inside a drive: leave drive_until_empty first.")

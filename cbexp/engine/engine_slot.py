@@ -120,9 +120,12 @@ class EngineSlot:
             self._engine.reset()
 
     def drop(self) -> None:
-        """Free the engine's memory. After an exception, out of memory for one, a further call does what is left."""
+        """Free the engine's memory. After an exception, out of memory for one, a further call does what is left.
+
+        Raises `EngineError` while another thread has the model, whose weights would move under its graphs.
+        """
         if self._engine is not None:
-            with deferring_interrupts():
+            with self.on_loan(), deferring_interrupts():
                 self._engine.close()
                 self._engine = None
 

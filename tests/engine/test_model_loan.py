@@ -70,6 +70,29 @@ def test_another_thread_is_refused_with_nothing_changed(
     assert tokens(other) == expected  # what it had queued was kept
 
 
+def test_closing_waits_for_the_drive_of_another_thread(new_model, make_driver, prompts, expected):
+    """It gives weights storage of their own, which captured graphs would not follow."""
+    model = new_model("qwen3")
+    other = make_driver(model, fusion="projections")
+    other.add_requests(prompts)
+    assert tokens(other) == expected
+    seen = []
+
+    def interfere(index, info):
+        with pytest.raises(EngineError, match=REFUSED):
+            in_another_thread(other.close)
+        seen.append(state(model))
+
+    driver = make_driver(model, fusion="projections", on_step=interfere)
+    driver.add_requests(prompts)
+    assert tokens(driver) == expected
+    assert all(one == seen[0] for one in seen)
+    addresses = [parameter.data_ptr() for parameter in model.parameters()]
+    driver.close()
+    other.close()
+    assert addresses != [parameter.data_ptr() for parameter in model.parameters()]
+
+
 def test_drives_of_many_threads_on_one_model(new_model, make_driver, prompts, expected):
     """Each is served or refused; none is wrong, and the model comes back as it was."""
     model = new_model("qwen3").train()
