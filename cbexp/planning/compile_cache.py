@@ -35,8 +35,7 @@ def uses_compile_cache(mode: str, driver: str, device: torch.device) -> bool:
 def compile_environment(config: CompileConfig, mode: str, driver: str) -> Iterator[None]:
     """Point PyTorch and Triton to `config.cache_dir` for the body, but where the user's environment names a folder.
 
-    The recompile limit of a peer's forward holds for the body too; the
-    synchronous driver sets its own.
+    The recompile limit of a peer's forward holds for the body too; the synchronous driver sets its own.
 
     Raises:
         ConfigError: the folder cannot be made or written.
