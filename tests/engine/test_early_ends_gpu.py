@@ -12,6 +12,7 @@ from cbexp.engine.fused_forward import FusedForward
 from cbexp.engine.fused_layers import read_fused_model
 from cbexp.engine.fused_weights import FusedWeights
 from cbexp.engine.page_layout import PagePool
+from tests.engine.graph_capture import capture
 
 pytestmark = pytest.mark.gpu
 
@@ -62,21 +63,6 @@ def buffers():
     return made
 
 
-def capture(step):
-    """A graph of `STEPS_EACH` calls of `step`."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(STEPS_EACH):
-            step()
-    return graph
-
-
 def time_step(graph):
     """Milliseconds of a step, the least of some replays."""
     times = []
@@ -97,7 +83,7 @@ def test_attention_reads_for_active_rows_alone(weights, buffers, is_spread):
     model, fused_weights = weights
     forward = FusedForward(read_fused_model(model, fused_weights, 2 * CONTEXT), buffers.layers)
     buffers.token_ids.copy_(torch.arange(NUM_ROWS))
-    graph = capture(lambda: forward(buffers.token_ids, buffers.positions))
+    graph = capture(lambda: forward(buffers.token_ids, buffers.positions), STEPS_EACH)
 
     buffers.positions.fill_(0)
     without_past = time_step(graph)

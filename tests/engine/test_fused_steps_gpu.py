@@ -15,6 +15,7 @@ from cbexp.engine.fused_ops import MAX_SKINNY_ROWS
 from cbexp.engine.fused_weights import FusedWeights
 from cbexp.engine.model_forward import ModelForward
 from cbexp.engine.page_layout import PagePool
+from tests.engine.graph_capture import capture
 
 pytestmark = pytest.mark.gpu
 
@@ -107,20 +108,6 @@ def start_rows(buffers):
     buffers.remaining.copy_(torch.where(rows % 5 == 1, 9, 1000))
     buffers.step.zero_()
     buffers.outputs.fill_(-1)
-
-
-def capture(step):
-    """A graph of `step`, after two calls of it on a stream of its own, as torch's notes on graphs have it."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph
 
 
 @pytest.fixture
