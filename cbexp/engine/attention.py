@@ -15,7 +15,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from cbexp.engine.attention_paths import choose_attention_path
-from cbexp.engine.page_layout import LayerPages
+from cbexp.engine.buffers import LayerPages
 from cbexp.engine.paged_attention_op import paged_decode_attention
 from cbexp.engine.sequence_spans import read_spans
 from cbexp.engine.types import EngineError, UnsupportedModelError

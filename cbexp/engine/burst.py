@@ -10,10 +10,10 @@ import torch
 
 from cbexp.engine.batch_shapes import BatchShapes
 from cbexp.engine.compile_modes import StepRunner
-from cbexp.engine.decode_buffers import DecodeBuffers
+from cbexp.engine.buffers import DecodeBuffers
 from cbexp.engine.device_idle import DeviceIdle
-from cbexp.engine.page_layout import PagePool
-from cbexp.engine.row_upload import DecodeRow, RowUpload
+from cbexp.engine.buffers import PagePool
+from cbexp.engine.buffers import DecodeRow, RowUpload
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPP
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.utils.generic import is_flash_attention_requested
 
-from cbexp.engine.page_layout import PagePool
+from cbexp.engine.buffers import PagePool
 from cbexp.engine.scheduler import AdmissionControl
 from cbexp.engine.types import CacheMemoryError, UnsupportedModelError
 

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from cbexp.engine.decode_buffers import DecodeBuffers
+from cbexp.engine.buffers import DecodeBuffers
 from cbexp.engine.decode_step import restored_state
-from cbexp.engine.page_layout import LayerPages, PagePool
+from cbexp.engine.buffers import LayerPages, PagePool
 from cbexp.engine.types import EngineError
 
 # The first sector is upstream's read trash, which stays zero; the second, its write trash, may be used like any other.

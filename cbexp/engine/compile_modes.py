@@ -15,7 +15,7 @@ from cbexp.engine.compiled_step import CompiledStep
 from cbexp.engine.compiler_session import CompileOptions
 from cbexp.engine.cpp_compiler import find_cpp_compiler_problem
 from cbexp.engine.cuda_graphs import GraphReplay
-from cbexp.engine.decode_buffers import DecodeBuffers
+from cbexp.engine.buffers import DecodeBuffers
 from cbexp.engine.decode_step import DecodeForward, DecodeStep
 from cbexp.engine.graph_trees import TreeStep
 from cbexp.engine.step_loop import StepLoop

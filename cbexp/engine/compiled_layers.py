@@ -14,7 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from cbexp.engine.compile_stats import CompileStats
 from cbexp.engine.compiled_step import CompiledStep
 from cbexp.engine.compiler_session import CompileOptions, compile_alone, mark_dynamic
-from cbexp.engine.decode_buffers import DecodeBuffers
+from cbexp.engine.buffers import DecodeBuffers
 from cbexp.engine.decode_step import DecodeForward, run_step
 from cbexp.engine.types import UnsupportedModelError
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from cbexp.engine.compile_stats import CompilerCounts, CompileStats, read_compiler_counts
 from cbexp.engine.compiler_session import CompileOptions, compile_alone, compiler_session, mark_dynamic
-from cbexp.engine.decode_buffers import DecodeBuffers
+from cbexp.engine.buffers import DecodeBuffers
 from cbexp.engine.decode_step import DecodeForward, DecodeStep, run_step
 from cbexp.engine.types import EngineError
 

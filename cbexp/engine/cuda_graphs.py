@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from cbexp.engine.compile_stats import CompileStats
-from cbexp.engine.decode_buffers import DecodeBuffers
+from cbexp.engine.buffers import DecodeBuffers
 from cbexp.engine.decode_step import DecodeStep
 from cbexp.engine.step_loop import StepLoop, describe_unprepared
 from cbexp.engine.types import EngineError

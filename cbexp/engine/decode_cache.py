@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cbexp.engine.page_layout import LayerPages
+from cbexp.engine.buffers import LayerPages
 
 
 class DecodeCache:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cbexp.engine.cb_internals import PagedAttentionCache, RequestState, RequestStatus
-from cbexp.engine.row_upload import DecodeRow
+from cbexp.engine.buffers import DecodeRow
 
 
 def remaining_tokens(state: RequestState) -> int:

@@ -16,10 +16,10 @@ from cbexp.engine.burst import Burst, BurstRunner
 from cbexp.engine.cb_internals import PagedAttentionCache, build_page_pools
 from cbexp.engine.compile_modes import GRAPH_MODES, StepRunner, build_step_runner
 from cbexp.engine.compile_stats import CompileStats
-from cbexp.engine.decode_buffers import allocate_decode_buffers
+from cbexp.engine.buffers import allocate_buffers
 from cbexp.engine.decode_model import DecodeModel
 from cbexp.engine.fused_forward import FusedForward
-from cbexp.engine.row_upload import DecodeRow
+from cbexp.engine.buffers import DecodeRow
 from cbexp.engine.self_check import SelfCheckResult, check_bucket, summarize_errors
 from cbexp.engine.step_timing import time_decode_steps
 from cbexp.engine.types import CompileRegion, EngineError, Fusion
@@ -49,7 +49,7 @@ class Decoder:
         self.settings = settings
         max_positions = getattr(model.config, "max_position_embeddings", None) or cache.max_tokens_read
         self._pools = build_page_pools(cache, max_positions)
-        self._buffers = allocate_decode_buffers(
+        self._buffers = allocate_buffers(
             self._pools,
             # One more than any batch has: a batch of all rows would be a program of its own (see `CompiledStep`).
             max_rows=settings.shapes.max_rows + 1,

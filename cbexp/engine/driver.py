@@ -15,9 +15,9 @@ from transformers import GenerationConfig
 from cbexp.engine.compatibility import check_transformers_version
 from cbexp.engine.interrupts import deferring_interrupts
 from cbexp.engine.model_support import require_supported_model
-from cbexp.engine.prompts import RequestLimits
-from cbexp.engine.request_book import PromptGroup, RequestBook
-from cbexp.engine.request_queue import RequestQueue
+from cbexp.engine.requests import RequestLimits
+from cbexp.engine.requests import PromptGroup, RequestBook
+from cbexp.engine.requests import RequestQueue
 from cbexp.engine.settings import check_config, check_count, resolve_decoding
 from cbexp.engine.types import CBSyncConfig, Completion, EngineError, StepInfo
 

@@ -22,7 +22,7 @@ from cbexp.engine.decoder import DecodeSettings
 from cbexp.engine.interrupts import deferring_interrupts
 from cbexp.engine.paged_engine import PagedEngine
 from cbexp.engine.probe import probe_paged_forward
-from cbexp.engine.request_book import PromptGroup
+from cbexp.engine.requests import PromptGroup
 from cbexp.engine.settings import check_device, compile_mode_name
 from cbexp.engine.sizing import (
     add_spare_blocks,

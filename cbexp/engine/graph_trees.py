@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from cbexp.engine.compile_stats import CompileStats
 from cbexp.engine.compiled_step import CompiledStep
 from cbexp.engine.compiler_session import CompileOptions
-from cbexp.engine.decode_buffers import DecodeBuffers
+from cbexp.engine.buffers import DecodeBuffers
 from cbexp.engine.decode_step import DecodeForward
 from cbexp.engine.types import EngineError
 

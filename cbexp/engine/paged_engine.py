@@ -30,7 +30,7 @@ from cbexp.engine.compute_stream import on_compute_stream
 from cbexp.engine.decode_requests import start_decoding_last_tokens
 from cbexp.engine.decoder import Decoder, DecodeSettings
 from cbexp.engine.engine_step import EngineOutput, EngineStep
-from cbexp.engine.request_book import PromptGroup
+from cbexp.engine.requests import PromptGroup
 from cbexp.engine.scheduler import Admission
 from cbexp.engine.types import EngineError, StepKind
 

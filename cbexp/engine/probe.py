@@ -11,7 +11,7 @@ from cbexp.engine.batch_shapes import BatchShapes
 from cbexp.engine.cb_internals import EngineSettings
 from cbexp.engine.decoder import DecodeSettings
 from cbexp.engine.paged_engine import PagedEngine
-from cbexp.engine.request_book import PromptGroup
+from cbexp.engine.requests import PromptGroup
 from cbexp.engine.types import CBSyncConfig, UnsupportedModelError
 
 ONE_ROW = DecodeSettings(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cbexp.engine.decode_buffers import DecodeBuffers
+from cbexp.engine.buffers import DecodeBuffers
 
 
 def choose_best(logits: Tensor) -> tuple[Tensor, Tensor]:

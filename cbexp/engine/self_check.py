@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from cbexp.engine.check_rows import CheckRows
-from cbexp.engine.decode_buffers import DecodeBuffers
+from cbexp.engine.buffers import DecodeBuffers
 from cbexp.engine.decode_step import DecodeForward, cut_rows
-from cbexp.engine.page_layout import PagePool
+from cbexp.engine.buffers import PagePool
 from cbexp.engine.sampling import advance
 from cbexp.engine.types import EngineError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cbexp.engine.compile_stats import CompileStats
-from cbexp.engine.decode_buffers import DecodeBuffers
+from cbexp.engine.buffers import DecodeBuffers
 from cbexp.engine.decode_step import DecodeStep
 from cbexp.engine.types import EngineError
 

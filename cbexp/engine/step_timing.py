@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from cbexp.engine.decode_buffers import DecodeBuffers
-from cbexp.engine.page_layout import PagePool
+from cbexp.engine.buffers import DecodeBuffers
+from cbexp.engine.buffers import PagePool
 from cbexp.engine.types import EngineError
 
 NUM_TRASH_SECTORS = 2

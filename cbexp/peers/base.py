@@ -9,7 +9,7 @@ import transformers
 
 from cbexp.engine.compatibility import check_transformers_version
 from cbexp.engine.model_support import require_supported_model
-from cbexp.engine.prompts import RequestLimits
+from cbexp.engine.requests import RequestLimits
 from cbexp.engine.types import EngineError
 from cbexp.peers.queued_driver import QueuedDriver
 

@@ -11,7 +11,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from cbexp.engine.borrow import borrowed_for_inference
-from cbexp.engine.request_book import PromptGroup, RequestBook
+from cbexp.engine.requests import PromptGroup, RequestBook
 from cbexp.peers.base import PeerDriver
 from cbexp.peers.generate_steps import StepWatcher, describe_steps, trim_at_end
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import GenerationConfig
 
-from cbexp.engine.prompts import RequestLimits
-from cbexp.engine.request_book import PromptGroup, RequestBook
+from cbexp.engine.requests import RequestLimits
+from cbexp.engine.requests import PromptGroup, RequestBook
 from cbexp.peers.base import PeerConfig, PeerDriver
 from cbexp.peers.manager_settings import (
     SUPPORTED_COMPILE_MODES,

@@ -15,7 +15,7 @@ from cbexp.engine.cb_internals import (
     require_paged_attention,
     sector_slack_blocks,
 )
-from cbexp.engine.request_book import PromptGroup
+from cbexp.engine.requests import PromptGroup
 from cbexp.engine.sizing import choose_safety_margin, count_blocks_needed
 from cbexp.engine.types import CacheMemoryError, EngineError, UnsupportedModelError
 from cbexp.peers.exit_guard import StopsAtExit

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
-from cbexp.engine.prompts import RequestLimits
-from cbexp.engine.request_book import PromptGroup, RequestBook
-from cbexp.engine.request_queue import RequestQueue
+from cbexp.engine.requests import RequestLimits
+from cbexp.engine.requests import PromptGroup, RequestBook
+from cbexp.engine.requests import RequestQueue
 from cbexp.engine.types import Completion, EngineError, StepInfo
 
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from cbexp.engine.prompts import RequestLimits
-from cbexp.engine.request_book import PromptGroup, RequestBook
+from cbexp.engine.requests import RequestLimits
+from cbexp.engine.requests import PromptGroup, RequestBook
 from cbexp.engine.types import Completion, EngineError
 from cbexp.peers.device_memory import read_used_bytes
 from cbexp.peers.queued_driver import QueuedDriver

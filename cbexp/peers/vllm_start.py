@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cbexp.engine.prompts import RequestLimits
+from cbexp.engine.requests import RequestLimits
 from cbexp.engine.types import EngineError
 from cbexp.errors import NotApplicableError
 from cbexp.peers.vllm_failures import describe_not_installed, read_last_line, require_event

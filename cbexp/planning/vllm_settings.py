@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from cbexp.config import CompileConfig, ExperimentConfig
-from cbexp.engine.prompts import RequestLimits
+from cbexp.engine.requests import RequestLimits
 from cbexp.errors import ConfigError
 from cbexp.model.memory import cache_tokens_needed, total_memory_bytes
 from cbexp.model.vllm_folder import find_model_folder, write_config_folder

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cbexp.engine.decode_buffers import DecodeBuffers
+from cbexp.engine.buffers import DecodeBuffers
 from cbexp.engine.kernels.dependent_launch import launch_options, release_successor, wait_for_predecessor
 
 
