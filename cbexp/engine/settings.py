@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 # What the kernels are made and tested for; static buffers hold all of it.
 MAX_BUCKET = 1024
 MAX_BURST = 4096
+# Share of the free memory that a cache may take with its buffers: upstream's own figure without logits processors.
+MAX_MEMORY_FRACTION = 0.9
 MINIMUMS = {
     "page_size": 4,  # upstream's bound
     **dict.fromkeys(("max_batch_tokens", "max_burst", "num_blocks", "max_requests_per_batch"), 1),

@@ -1,4 +1,4 @@
-"""The peer that generates with vLLM's offline engine in a worker process, where the round's clock runs too."""
+"""vLLM's offline engine as a driver: it runs in a worker process, where the round's clock runs too."""
 
 from __future__ import annotations
 
@@ -7,28 +7,20 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-from cbexp.engine.requests import RequestLimits
-from cbexp.engine.requests import PromptGroup, RequestBook
+from cbexp.drivers.inputs import DriverInputs
+from cbexp.drivers.vllm.device_memory import read_used_bytes
+from cbexp.drivers.vllm.failures import describe_failure, describe_strange_answer, require_event
+from cbexp.drivers.vllm.process import WorkerEndedError, WorkerMessageError, WorkerProcess
+from cbexp.drivers.vllm.settings import build_vllm_config
+from cbexp.drivers.vllm.start import VllmConfig, start_engine
+from cbexp.engine.queued_driver import QueuedDriver
+from cbexp.engine.requests import PromptGroup, RequestBook, RequestLimits
+from cbexp.engine.settings import resolve_decoding
 from cbexp.engine.types import Completion, EngineError
-from cbexp.peers.device_memory import read_used_bytes
-from cbexp.peers.queued_driver import QueuedDriver
-from cbexp.peers.vllm_failures import describe_failure, describe_strange_answer, require_event
-from cbexp.peers.vllm_process import WorkerEndedError, WorkerMessageError, WorkerProcess
-from cbexp.peers.vllm_start import VllmConfig, start_engine
 
-# What vLLM runs where nothing of `compile` is set: compiled forwards, and CUDA graphs of them on a GPU.
-AUTO_COMPILE_MODES = {"cuda": "compiled_cuda_graph", "cpu": "default"}
-# compile.mode -> arguments of vLLM's `LLM`.
-COMPILE_ARGUMENTS: dict[str, dict[str, Any]] = {
-    "eager": {"enforce_eager": True},
-    "default": {"compilation_config": {"cudagraph_mode": "NONE"}},
-    "cuda_graph": {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}},
-    "compiled_cuda_graph": {},
-}
-SUPPORTED_COMPILE_MODES = ("auto", *COMPILE_ARGUMENTS)
-WORKER = Path(__file__).with_name("vllm_worker.py")
+WORKER = Path(__file__).with_name("worker.py")
 NOT_MEASURED = {
     "steps": "vLLM does not show its steps to the caller of its offline engine",
     "roofline": "the fraction needs the times of steps, and measuring bandwidth would take memory beside vLLM",
@@ -40,17 +32,14 @@ NO_REQUEST_TIMES = (
 )
 
 
-@runtime_checkable
-class RunsElsewhere(Protocol):
-    """A driver whose work is done in another process, which times it; its memory is none of ours."""
+def build(inputs: DriverInputs) -> VllmDriver:
+    """Return the driver, whose `warmup` starts vLLM.
 
-    @property
-    def round_span_s(self) -> tuple[float, float]:
-        """Start and end of the last drive on the `time.perf_counter` clock, in seconds."""
-
-    @property
-    def device_bytes(self) -> int | None:
-        """What it has taken of the device; None where that cannot be told."""
+    Raises:
+        ConfigError: vLLM's interpreter or path is not there, or the longest request exceeds the cache.
+        ModelError: the model's files are not there and cannot be fetched.
+    """
+    return VllmDriver(build_vllm_config(inputs), inputs.on_progress)
 
 
 class VllmDriver(QueuedDriver):
@@ -67,7 +56,8 @@ class VllmDriver(QueuedDriver):
     lost_error = "vLLM lost the request"
 
     def __init__(self, config: VllmConfig, on_progress: Callable[[str], None] = lambda _: None) -> None:
-        super().__init__(config.max_new_tokens, config.eos_token_ids)
+        self._decoding = resolve_decoding(config.settings, None, config.request_limits.vocab_size)
+        super().__init__(self._decoding.max_new_tokens, self._decoding.eos_token_ids)
         self._config = config
         self._on_progress = on_progress
         self._worker: WorkerProcess | None = None
@@ -86,11 +76,11 @@ class VllmDriver(QueuedDriver):
             "python": self._config.python,
             "engine_arguments": dict(self._config.engine),
             "variables": self._config.vllm_variables,
-            "compile_mode": self._config.compile_mode,
+            "compile_mode": self._config.settings.compile_mode,
             "attn_implementation": "vllm",
             "do_sample": False,
-            "max_new_tokens": self._config.max_new_tokens,
-            "eos_token_ids": list(self._config.eos_token_ids),
+            "max_new_tokens": self._decoding.max_new_tokens,
+            "eos_token_ids": list(self._decoding.eos_token_ids),
             "log": str(self._config.log_path),
             "not_measured": not_measured,
             **self._facts,
@@ -98,7 +88,7 @@ class VllmDriver(QueuedDriver):
 
     @property
     def round_span_s(self) -> tuple[float, float]:
-        """Start and end of the last drive, as the worker took them; see `RunsElsewhere`."""
+        """Start and end of the last drive, as the worker took them; see `OwnProcess`."""
         return self._round_span_s
 
     @property
@@ -140,7 +130,7 @@ class VllmDriver(QueuedDriver):
                     "command": "round",
                     "prompts": [group.prompt_ids for _, group in requests],
                     "limits": [group.max_new_tokens for _, group in requests],
-                    "stop_token_ids": list(self._config.eos_token_ids),
+                    "stop_token_ids": list(self._decoding.eos_token_ids),
                 }
             )
             answer = require_event(worker.receive(), "round", "generating", self._config.log_path)

@@ -1,4 +1,4 @@
-"""What vLLM's engine and its worker process are given for a plan: the same work within the same memory."""
+"""What vLLM's engine and its worker process are given for a plan: the same workload within the same memory."""
 
 from __future__ import annotations
 
@@ -11,17 +11,24 @@ from typing import Any
 
 import torch
 
-from cbexp.config import CompileConfig, ExperimentConfig
+from cbexp.config import CompileConfig
+from cbexp.drivers.inputs import DriverInputs
+from cbexp.drivers.vllm.model_folder import find_model_folder, write_config_folder
+from cbexp.drivers.vllm.python import find_python, find_pythonpath
+from cbexp.drivers.vllm.start import VllmConfig
 from cbexp.engine.requests import RequestLimits
 from cbexp.errors import ConfigError
 from cbexp.model.memory import cache_tokens_needed, total_memory_bytes
-from cbexp.model.vllm_folder import find_model_folder, write_config_folder
-from cbexp.peers.vllm_driver import COMPILE_ARGUMENTS
-from cbexp.peers.vllm_start import VllmConfig
 from cbexp.planning.cache_sizing import full_lengths
 from cbexp.planning.plan import RunPlan
-from cbexp.planning.vllm_python import find_python, find_pythonpath
 
+# compile.mode -> arguments of vLLM's `LLM`.
+COMPILE_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "eager": {"enforce_eager": True},
+    "default": {"compilation_config": {"cudagraph_mode": "NONE"}},
+    "cuda_graph": {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}},
+    "compiled_cuda_graph": {},
+}
 LENGTH_MULTIPLE = 64  # of max_model_len, so that like workloads share compiled code
 UTILIZATION_DIGITS = 4
 # For a machine without a network, and without packages that vLLM would take up by itself; the user's own go before.
@@ -39,29 +46,24 @@ ENVIRONMENT = {
 }
 
 
-def build_vllm_config(
-    config: ExperimentConfig,
-    plan: RunPlan,
-    prompt_lengths: Sequence[int],
-    eos_token_ids: tuple[int, ...],
-    log_path: Path,
-) -> VllmConfig:
-    """Return what `VllmDriver` needs to serve rounds of prompts of these lengths (tokens).
+def build_vllm_config(inputs: DriverInputs) -> VllmConfig:
+    """Return what `VllmDriver` needs to serve rounds of the prompts.
 
     Raises:
         ConfigError: the interpreter or a folder of its path is not there, or the longest request exceeds the cache.
         ModelError: the model's folder is not there and cannot be fetched.
     """
+    plan = inputs.plan
+    if inputs.log_path is None:
+        raise ValueError("vLLM needs a log_path")
     return VllmConfig(
-        python=find_python(config.driver),
-        environment=_build_environment(config, plan, os.environ),
-        log_path=log_path.absolute(),
-        start_timeout_s=config.driver.start_timeout_s,
-        engine=_engine_arguments(config, plan, prompt_lengths),
+        python=find_python(plan.config.driver),
+        environment=_build_environment(plan, os.environ),
+        log_path=inputs.log_path.absolute(),
+        start_timeout_s=plan.config.driver.start_timeout_s,
+        engine=_engine_arguments(plan, inputs.prompt_lengths),
         device_type=plan.device.type,
-        compile_mode=plan.compile_mode,
-        max_new_tokens=plan.max_new_tokens,
-        eos_token_ids=eos_token_ids,
+        settings=inputs.settings,
         request_limits=RequestLimits(
             vocab_size=int(plan.architecture.vocab_size),
             max_positions=getattr(plan.architecture, "max_position_embeddings", None),
@@ -70,12 +72,11 @@ def build_vllm_config(
     )
 
 
-def _engine_arguments(
-    config: ExperimentConfig, plan: RunPlan, prompt_lengths: Sequence[int]
-) -> dict[str, Any]:
-    """Arguments of vLLM's `LLM`: its own defaults, but for what the work and the comparison fix."""
+def _engine_arguments(plan: RunPlan, prompt_lengths: Sequence[int]) -> dict[str, Any]:
+    """Arguments of vLLM's `LLM`: its own defaults, but for what the workload and the comparison fix."""
+    config = plan.config
     arguments: dict[str, Any] = {
-        **_model_arguments(config, plan),
+        **_model_arguments(plan),
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "dtype": str(plan.dtype).removeprefix("torch."),
@@ -94,7 +95,8 @@ def _engine_arguments(
     return arguments
 
 
-def _model_arguments(config: ExperimentConfig, plan: RunPlan) -> dict[str, Any]:
+def _model_arguments(plan: RunPlan) -> dict[str, Any]:
+    config = plan.config
     if config.model.init == "random":
         parent = _cache_folder(config.compile) / "vllm_models"
         folder = write_config_folder(parent, config.model, plan.architecture, plan.dtype)
@@ -126,7 +128,7 @@ def _memory_arguments(plan: RunPlan, prompt_lengths: Sequence[int], num_generati
         )
         return {"kv_cache_memory_bytes": num_tokens * plan.kv_bytes_per_token}
     share_of_weights = plan.weights.num_bytes / total_memory_bytes(plan.device)
-    utilization = share_of_weights + plan.max_memory_fraction * (1 - share_of_weights)
+    utilization = share_of_weights + plan.config.cache.max_memory_fraction * (1 - share_of_weights)
     arguments: dict[str, Any] = {"gpu_memory_utilization": round(utilization, UTILIZATION_DIGITS)}
     if plan.cache_tokens is not None:
         # One page is vLLM's own, for rows that pad a batch.
@@ -135,8 +137,9 @@ def _memory_arguments(plan: RunPlan, prompt_lengths: Sequence[int], num_generati
     return arguments
 
 
-def _build_environment(config: ExperimentConfig, plan: RunPlan, ours: Mapping[str, str]) -> dict[str, str]:
+def _build_environment(plan: RunPlan, ours: Mapping[str, str]) -> dict[str, str]:
     """Our environment, but for what leads Python to our packages; what `ENVIRONMENT` names, where we do not."""
+    config = plan.config
     environment = ENVIRONMENT | {
         name: value for name, value in ours.items() if name not in ("PYTHONPATH", "PYTHONHOME")
     }

@@ -20,7 +20,7 @@ from cbexp.errors import ConfigError
 POLL_INTERVAL_S = 1.0
 CLOSE_TIMEOUT_S = 30.0
 READ_BYTES = 2**20
-GUARD = Path(__file__).with_name("vllm_guard.py")
+GUARD = Path(__file__).with_name("guard.py")
 
 
 class WorkerEndedError(Exception):
@@ -36,7 +36,7 @@ class WorkerTimeoutError(Exception):
 
 
 class WorkerProcess:
-    """Starts `command` in a process group of its own, which `vllm_guard.py` leads and ends when this process is gone.
+    """Starts `command` in a process group of its own, which `guard.py` leads and ends when this process is gone.
 
     It takes JSON lines on stdin and gives JSON lines on stdout; stderr goes to `log_path`, which is begun anew.
 

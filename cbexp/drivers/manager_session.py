@@ -1,14 +1,19 @@
-"""One life of transformers' manager, from build to joined thread; the only place that reaches into it."""
+"""One life of transformers' manager, from build to joined thread, and what it changes around it put back."""
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
+from cbexp.drivers.exit_guard import StopsAtExit
+from cbexp.drivers.manager_settings import describe_batching_config
+from cbexp.engine.borrow import borrowed_for_inference
 from cbexp.engine.cb_internals import (
     child_id,
     max_request_tokens,
@@ -18,9 +23,6 @@ from cbexp.engine.cb_internals import (
 from cbexp.engine.requests import PromptGroup
 from cbexp.engine.sizing import choose_safety_margin, count_blocks_needed
 from cbexp.engine.types import CacheMemoryError, EngineError, UnsupportedModelError
-from cbexp.peers.exit_guard import StopsAtExit
-from cbexp.peers.lending import borrowed, clear_frames, kept_random_state
-from cbexp.peers.manager_settings import describe_batching_config
 
 # How long to wait for an output before looking whether the thread is alive and busy; an output wakes at once.
 POLL_S = 0.2
@@ -53,7 +55,7 @@ class ManagerSession(StopsAtExit):
         self.is_started = False
         self.safety_margin = batching_config.safety_margin
         starter: Any = model
-        with borrowed(model):
+        with _borrowed(model):
             self._manager = starter.init_continuous_batching(
                 generation_config=generation_config, continuous_batching_config=batching_config
             )
@@ -93,11 +95,11 @@ class ManagerSession(StopsAtExit):
         Raises `CacheMemoryError` when cache and buffers do not fit in the free memory.
         """
         try:
-            with self.lent(), kept_random_state():
+            with self.lent(), _kept_random_state():
                 self._manager.warmup()
         except BaseException as error:
             self._manager.batch_processor = None
-            clear_frames(error)
+            _clear_frames(error)
             if isinstance(error, MemoryError):
                 raise self._cache_memory_error(error) from error
             raise
@@ -108,7 +110,7 @@ class ManagerSession(StopsAtExit):
     @contextmanager
     def lent(self) -> Iterator[None]:
         """Give upstream the model for the body: eval mode, no gradients, paged attention; and take it."""
-        with borrowed(self._model):
+        with _borrowed(self._model):
             self._manager.switch_to_cb_friendly_attn(self._model, auto_switch_to_flash=False)
             yield
 
@@ -164,10 +166,10 @@ class ManagerSession(StopsAtExit):
         if not self.is_started:
             return
         self.is_started = False
-        with borrowed(self._model):
+        with _borrowed(self._model):
             self._manager.stop(block=True, hard_stop=True)
             self._manager.destroy()
-        clear_frames(self._manager.background_thread_status.fatal_error)
+        _clear_frames(self._manager.background_thread_status.fatal_error)
 
     def take_outputs(self) -> list[tuple[str, Any]]:
         """What a stopped session has left: requests that had ended, and the others as failed, tokens kept."""
@@ -215,3 +217,39 @@ class ManagerSession(StopsAtExit):
             f"{config.max_batch_tokens} batch tokens, does not fit in {config.max_memory_percent:.0%} of the "
             f"free memory: lower num_blocks, max_batch_tokens or max_requests_per_batch ({error})."
         )
+
+
+@contextmanager
+def _borrowed(model: PreTrainedModel) -> Iterator[None]:
+    """Borrow the model for inference on its own device; afterwards its attention implementation is as it was.
+
+    The device is made current, since upstream measures the free memory of the current one.
+    """
+    attention = model.config._attn_implementation
+    with ExitStack() as stack:
+        stack.enter_context(borrowed_for_inference(model, attention))
+        if model.device.type == "cuda":
+            stack.enter_context(torch.cuda.device(model.device))
+        try:
+            yield
+        finally:
+            if model.config._attn_implementation != attention:
+                model.set_attn_implementation(attention)
+
+
+@contextmanager
+def _kept_random_state() -> Iterator[None]:
+    """Keep torch's global generators, which upstream seeds when it builds a processor."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(devices=devices):
+        yield
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Drop the locals of an error's frames; the lines of its traceback stay readable.
+
+    They hold upstream's processor, whose `__del__` prints a traceback when it runs at interpreter exit.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

@@ -1,4 +1,4 @@
-"""What ran, as resolved, and the identity of the work."""
+"""What ran, as resolved, and the identity of the workload."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from cbexp.metrics.records import Record
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunFacts(Record):
+class RunDescription(Record):
     """What ran, as resolved. `is_fixed_length`: EOS ignored, so that every request generates as much as it may.
 
-    `max_new_tokens` is the largest limit of a request; with `has_limits_per_prompt`, others are smaller. The fields
-    from `compile_region` to `batch_shape` are the synchronous driver's, None for the others.
+    `max_new_tokens` is the largest limit of a request; with `has_limits_per_prompt`, others are smaller. `fusion` and
+    `batch_shape` are the engine's own decode steps', None where there are none.
     """
 
     name: str
@@ -26,7 +26,6 @@ class RunFacts(Record):
     device: str
     dtype: str
     compile_mode: str
-    compile_region: str | None
     fusion: str | None
     batch_shape: str | None
     attn_impl: str
@@ -42,9 +41,9 @@ class RunFacts(Record):
 def workload_hash(
     prompt_ids: Sequence[Sequence[int]], limits: int | Sequence[int], sampling: Mapping[str, Any]
 ) -> str:
-    """SHA-256 (hex) of the work: runs compare only when it is equal.
+    """SHA-256 (hex) of the workload: runs compare only when it is equal.
 
     `limits` are the new tokens of every request, or one limit a prompt; `sampling` holds plain JSON values.
     """
-    work = {"prompt_ids": [list(ids) for ids in prompt_ids], "limits": limits, "sampling": dict(sampling)}
-    return hashlib.sha256(json.dumps(work, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    workload = {"prompt_ids": [list(ids) for ids in prompt_ids], "limits": limits, "sampling": dict(sampling)}
+    return hashlib.sha256(json.dumps(workload, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -6,23 +6,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from cbexp import metrics
-from cbexp.config import ExperimentConfig
 from cbexp.dataset.prompts import PromptSet
-from cbexp.factory import RunPlan
-from cbexp.metrics import RunFacts
+from cbexp.metrics import RunDescription
 from cbexp.model.loading import LoadedModel
+from cbexp.planning.plan import RunPlan
 
 
 def describe_run(
-    config: ExperimentConfig,
-    plan: RunPlan,
-    loaded: LoadedModel,
-    prompts: PromptSet,
-    resolved: Mapping[str, Any],
-) -> RunFacts:
-    """Return the facts of a run whose driver says `resolved` of its settings."""
-    decode = plan.decode
-    return RunFacts(
+    plan: RunPlan, loaded: LoadedModel, prompts: PromptSet, resolved: Mapping[str, Any]
+) -> RunDescription:
+    """Return the description of a run whose driver says `resolved` of its settings."""
+    config = plan.config
+    return RunDescription(
         name=config.name,
         model=config.model.name_or_path or config.model.name,
         dataset=config.dataset.name,
@@ -30,9 +25,8 @@ def describe_run(
         device=str(plan.device),
         dtype=str(loaded.dtype).removeprefix("torch."),
         compile_mode=plan.compile_mode,
-        compile_region=None if decode is None else decode.compile_region,
-        fusion=None if decode is None else str(resolved["fusion"]),
-        batch_shape=None if decode is None else decode.batch_shape,
+        fusion=str(resolved["fusion"]) if plan.has_engine_steps else None,
+        batch_shape=plan.settings.batch_shape if plan.has_engine_steps else None,
         attn_impl=str(resolved["attn_implementation"]),
         lora_adapter=loaded.lora_adapter,
         num_prompts=len(prompts.prompt_ids),
@@ -40,13 +34,12 @@ def describe_run(
         max_new_tokens=plan.max_new_tokens,
         has_limits_per_prompt=config.sampling.has_limits_per_prompt,
         is_fixed_length=config.sampling.ignore_eos,
-        workload_hash=_hash_workload(config, plan, prompts, resolved),
+        workload_hash=_hash_workload(plan, prompts, resolved),
     )
 
 
-def _hash_workload(
-    config: ExperimentConfig, plan: RunPlan, prompts: PromptSet, resolved: Mapping[str, Any]
-) -> str:
+def _hash_workload(plan: RunPlan, prompts: PromptSet, resolved: Mapping[str, Any]) -> str:
+    config = plan.config
     sampling = {
         "do_sample": False,
         "eos_token_ids": list(resolved["eos_token_ids"]),

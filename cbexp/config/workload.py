@@ -1,4 +1,4 @@
-"""Settings of the work: prompts, how many tokens each may get, when a completion ends."""
+"""Settings of the workload: prompts, how many tokens each may get, when a completion ends."""
 
 from __future__ import annotations
 
@@ -123,7 +123,6 @@ class SamplingConfig:
     pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
-        check_at_least("sampling.max_new_tokens", self.max_new_tokens, 1)
         check_at_least("sampling.sigma_new_tokens", self.sigma_new_tokens, 0)
         if not self.sigma_new_tokens <= MAX_SIGMA:
             raise ConfigError(

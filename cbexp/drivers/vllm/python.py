@@ -8,12 +8,13 @@ import sys
 from pathlib import Path
 
 from cbexp.config import DriverConfig
+from cbexp.drivers.registry import DRIVERS
 from cbexp.errors import ConfigError
 
 
 def check_interpreter(driver: DriverConfig) -> None:
-    """Raise `ConfigError` where `driver` is vLLM and names an interpreter or a folder that is not there."""
-    if driver.name == "vllm":
+    """Raise `ConfigError` where the driver has an interpreter of its own, and that or a folder of its is not there."""
+    if "driver.python" in DRIVERS[driver.name].reads:
         find_python(driver)
         find_pythonpath(driver)
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cbexp.drivers.vllm.failures import describe_not_installed, read_last_line, require_event
+from cbexp.drivers.vllm.process import WorkerProcess, WorkerTimeoutError
 from cbexp.engine.requests import RequestLimits
-from cbexp.engine.types import EngineError
+from cbexp.engine.types import CBSyncConfig, EngineError
 from cbexp.errors import NotApplicableError
-from cbexp.peers.vllm_failures import describe_not_installed, read_last_line, require_event
-from cbexp.peers.vllm_process import WorkerProcess, WorkerTimeoutError
 
 PROGRESS_INTERVAL_S = 15.0
 SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD")  # in the names of variables
@@ -23,7 +23,7 @@ class VllmConfig:
     """How the worker is started, and what it serves.
 
     `environment` is the worker's whole. `engine` has the arguments of vLLM's `LLM`. `device_type` (cuda or cpu) is what
-    the settings were resolved for. `compile_mode` is resolved. No `eos_token_ids`: limits alone end.
+    the settings were resolved for. Of `settings` it reads compile mode, limit and stop ids.
     """
 
     python: str
@@ -32,9 +32,7 @@ class VllmConfig:
     start_timeout_s: float
     engine: Mapping[str, Any]
     device_type: str
-    compile_mode: str
-    max_new_tokens: int
-    eos_token_ids: tuple[int, ...]
+    settings: CBSyncConfig
     request_limits: RequestLimits
 
     @property

@@ -1,4 +1,4 @@
-"""The peer that feeds transformers' own continuous-batching manager, which generates on its own thread."""
+"""The driver that feeds transformers' own continuous-batching manager, which generates on its own thread."""
 
 from __future__ import annotations
 
@@ -8,43 +8,46 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import GenerationConfig
 
-from cbexp.engine.requests import RequestLimits
-from cbexp.engine.requests import PromptGroup, RequestBook
-from cbexp.peers.base import PeerConfig, PeerDriver
-from cbexp.peers.manager_settings import (
-    SUPPORTED_COMPILE_MODES,
-    build_batching_config,
-    resolve_compile_mode,
-)
+from cbexp.drivers.base import ModelDriver
+from cbexp.drivers.inputs import DriverInputs
+from cbexp.drivers.manager_settings import build_batching_config
+from cbexp.drivers.registry import DRIVERS
+from cbexp.engine.requests import PromptGroup, RequestBook, RequestLimits
+from cbexp.engine.types import CBSyncConfig
+from cbexp.planning.cache_sizing import full_lengths
 
 if TYPE_CHECKING:
-    from cbexp.peers.manager_session import ManagerSession
-
-__all__ = ["SUPPORTED_COMPILE_MODES", "ManagerDriver", "resolve_compile_mode"]
+    from cbexp.drivers.manager_session import ManagerSession
 
 
-class ManagerDriver(PeerDriver):
+def build(inputs: DriverInputs) -> ManagerDriver:
+    """Return the driver."""
+    longest = max(full_lengths(inputs.plan, inputs.prompt_lengths))
+    return ManagerDriver(inputs.model, inputs.settings, max_request_tokens=longest)
+
+
+class ManagerDriver(ModelDriver):
     """Transformers' threaded manager with its best settings, greedy; implements `RolloutDriver`.
 
     One manager stays started over all drives, cache, compiled code and graphs warm; between drives its thread
     idles and the model is as the caller left it. `warmup` (or the first `add_requests`) builds it. After an
     error or Ctrl-C it is stopped, and the next round builds a new one. See `manager_settings` for what the
-    compile modes mean.
+    compile modes mean, and for `max_request_tokens`.
 
-    Raises at construction, besides what every peer raises, `EngineError` for captures on a device without
-    CUDA.
+    Raises at construction, besides what a `ModelDriver` raises, `EngineError` for captures on a device without
+    CUDA, and for a config without `num_blocks`.
     """
 
-    supported_compile_modes = SUPPORTED_COMPILE_MODES
+    kind = DRIVERS["manager"]
 
-    def __init__(self, model: Any, config: PeerConfig) -> None:
+    def __init__(self, model: Any, config: CBSyncConfig, max_request_tokens: int | None = None) -> None:
         super().__init__(model, config)
         # Only now: another version of transformers may lack the names that the session imports.
-        from cbexp.peers.manager_session import require_manageable
+        from cbexp.drivers.manager_session import require_manageable
 
         require_manageable(self._model.config)
+        self._max_request_tokens = max_request_tokens
         self._attention = self._model.config._attn_implementation
-        self._compile_mode = resolve_compile_mode(config.compile_mode, self._attention, self._model.device)
         self._session: ManagerSession | None = self._build_session()
 
     @property
@@ -54,7 +57,7 @@ class ManagerDriver(PeerDriver):
         return (
             super().resolved
             | self._described
-            | {"compile_mode": self._compile_mode, "attn_implementation": attention}
+            | {"compile_mode": self._config.compile_mode, "attn_implementation": attention}
         )
 
     def warmup(self) -> None:
@@ -101,18 +104,20 @@ class ManagerDriver(PeerDriver):
             self._stop_session()
 
     def _build_session(self) -> ManagerSession:
-        from cbexp.peers.manager_session import ManagerSession
+        from cbexp.drivers.manager_session import ManagerSession
 
         session = ManagerSession(
             self._model,
             # No EOS is -1 to upstream; None would make it write that into the config, with a warning.
             GenerationConfig(
-                max_new_tokens=self._config.max_new_tokens,
+                max_new_tokens=self._decoding.max_new_tokens,
                 do_sample=False,
-                eos_token_id=list(self._config.eos_token_ids) or -1,
-                pad_token_id=self._config.pad_token_id,
+                eos_token_id=list(self._decoding.eos_token_ids) or -1,
+                pad_token_id=self._decoding.pad_token_id,
             ),
-            build_batching_config(self._config, self._model.config, self._model.device),
+            build_batching_config(
+                self._config, self._model.config, self._model.device, self._max_request_tokens
+            ),
         )
         # Called by `_drop_session`, and for a driver that is dropped without close().
         self._stop_session = weakref.finalize(self, session.stop)
