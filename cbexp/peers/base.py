@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Literal
 
 import transformers
 
-from cbexp.engine.compatibility import check_transformers_version
-from cbexp.engine.model_support import require_supported_model
+from cbexp.engine.support import check_transformers_version
+from cbexp.engine.support import require_supported_model
 from cbexp.engine.requests import RequestLimits
 from cbexp.engine.types import EngineError
 from cbexp.peers.queued_driver import QueuedDriver

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 
 from cbexp.config import CompileConfig, check_region
-from cbexp.engine.cpp_compiler import find_cpp_compiler_problem
+from cbexp.engine.support import find_cpp_compiler_problem
 from cbexp.engine.types import ENGINE_ATTENTION, BatchShape, CompileMode, CompileRegion, Fusion
 from cbexp.errors import ConfigError, NotApplicableError
 from cbexp.model.attention_choice import AttentionChoice
