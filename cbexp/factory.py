@@ -97,12 +97,12 @@ def _size_for_round(plan: RunPlan, prompt_lengths: Sequence[int]) -> dict[str, A
     if not plan.kind.has_paged_cache:
         return {"max_requests_per_batch": max_requests_in_memory(plan, prompt_lengths, free_bytes)}
     num_generations = plan.config.dataset.num_generations
-    return asdict(size_cache(plan, prompt_lengths, num_generations, _slack_blocks(plan), free_bytes))
+    return asdict(size_cache(plan, prompt_lengths, num_generations, _rounding_blocks(plan), free_bytes))
 
 
-def _slack_blocks(plan: RunPlan) -> int:
+def _rounding_blocks(plan: RunPlan) -> int:
     """Blocks that the paged cache wastes by rounding; its internals are imported only in a version that is known."""
     check_transformers_version(transformers.__version__)
-    from cbexp.engine.cb_internals import sector_slack_blocks
+    from cbexp.engine.upstream import count_rounding_blocks
 
-    return sector_slack_blocks(plan.architecture)
+    return count_rounding_blocks(plan.architecture)

@@ -18,7 +18,7 @@ from cbexp.cli.preflight import check_command
 from cbexp.config import ExperimentConfig, register_schema
 from cbexp.dataset.prompts import load_prompts
 from cbexp.engine import CBSyncConfig, SyncCBDriver
-from cbexp.engine.bandwidth import StepBytes, decode_step_bytes, measure_read_bandwidth
+from cbexp.engine.roofline import StepBytes, decode_step_bytes, measure_read_bandwidth
 from cbexp.environment import release_memory
 from cbexp.factory import build_driver
 from cbexp.model.device import resolve_device

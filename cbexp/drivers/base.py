@@ -7,11 +7,10 @@ from typing import Any, ClassVar
 import transformers
 
 from cbexp.drivers.registry import DriverKind
-from cbexp.engine.compatibility import check_transformers_version
-from cbexp.engine.model_support import require_supported_model
 from cbexp.engine.queued_driver import QueuedDriver
 from cbexp.engine.requests import RequestLimits
 from cbexp.engine.settings import resolve_decoding
+from cbexp.engine.support import check_transformers_version, require_supported_model
 from cbexp.engine.types import CBSyncConfig
 
 

@@ -14,15 +14,15 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from cbexp.drivers.exit_guard import StopsAtExit
 from cbexp.drivers.manager_settings import describe_batching_config
 from cbexp.engine.borrow import borrowed_for_inference
-from cbexp.engine.cb_internals import (
-    child_id,
-    max_request_tokens,
-    require_paged_attention,
-    sector_slack_blocks,
-)
 from cbexp.engine.requests import PromptGroup
 from cbexp.engine.sizing import choose_safety_margin, count_blocks_needed
 from cbexp.engine.types import CacheMemoryError, EngineError, UnsupportedModelError
+from cbexp.engine.upstream import (
+    child_id,
+    count_rounding_blocks,
+    max_request_tokens,
+    require_paged_attention,
+)
 
 # How long to wait for an output before looking whether the thread is alive and busy; an output wakes at once.
 POLL_S = 0.2
@@ -123,7 +123,7 @@ class ManagerSession(StopsAtExit):
         self.check_thread()
         self._callers.clear()
         blocks_needed = count_blocks_needed(
-            groups, self.batching_config.page_size, sector_slack_blocks(self._model.config)
+            groups, self.batching_config.page_size, count_rounding_blocks(self._model.config)
         )
         self.safety_margin = choose_safety_margin(blocks_needed, int(self._processor.cache.num_blocks))
         with self._manager.pause():

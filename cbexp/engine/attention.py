@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
-from cbexp.engine.attention_paths import choose_attention_path
+from cbexp.engine.attention_paths import choose_attention_path, describe_attention_path  # noqa: F401
 from cbexp.engine.buffers import LayerPages
 from cbexp.engine.paged_attention_op import paged_decode_attention
 from cbexp.engine.sequence_spans import read_spans

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from cbexp.engine.buffers import LayerPages
 from cbexp.engine.fused_forward import FusedForward
 from cbexp.engine.fused_layers import read_fused_model, why_not_fused
 from cbexp.engine.fused_projections import ProjectionFusion
 from cbexp.engine.model_forward import ModelForward
-from cbexp.engine.buffers import LayerPages
 from cbexp.engine.types import EngineError, Fusion
 
 ResolvedFusion = Literal["none", "projections", "layers"]

@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from cbexp.engine import fused_ops as ops
 from cbexp.engine.attention import attend_packed, packed_lengths
-from cbexp.engine.fused_layers import FusedLayer, FusedModel
 from cbexp.engine.buffers import LayerPages
+from cbexp.engine.fused_layers import FusedLayer, FusedModel
 
 # Takes normed hidden states [rows, hidden], a layer and its index; gives [rows, num_heads * head_dim].
 Attend = Callable[[Tensor, FusedLayer, int], Tensor]

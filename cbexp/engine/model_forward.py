@@ -7,8 +7,8 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from cbexp.engine.decode_cache import DecodeCache
 from cbexp.engine.buffers import LayerPages
+from cbexp.engine.decode_cache import DecodeCache
 from cbexp.engine.sampling import choose_best
 
 

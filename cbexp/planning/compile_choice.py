@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from cbexp.config import ExperimentConfig, name_settings
-from cbexp.engine.cpp_compiler import find_cpp_compiler_problem
 from cbexp.engine.settings import check_device
+from cbexp.engine.support import find_cpp_compiler_problem
 from cbexp.engine.types import COMPILE_MODES, EngineError
 from cbexp.errors import ConfigError, NotApplicableError
 from cbexp.model.attention_choice import AttentionChoice

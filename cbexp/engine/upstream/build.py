@@ -1,16 +1,12 @@
-"""The only importer of transformers' continuous-batching internals: builds a processor that is stepped by its caller.
-
-What it returns is upstream's own; only the engine and the bursts use it, never the driver.
-"""
+"""Builds transformers' processor, its cache and its scheduler, to be stepped by the caller; describes what it built."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -31,38 +27,17 @@ from transformers.generation.continuous_batching.initialization import (
     resolve_continuous_batching_config,
     update_cb_config_after_cache_creation,
 )
-from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 from transformers.generation.continuous_batching.model_runner import infer_max_single_request_tokens
-from transformers.generation.continuous_batching.requests import (
-    FutureRequestState,
-    RequestState,
-    RequestStatus,
-)
+from transformers.generation.continuous_batching.requests import RequestState
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.utils.generic import is_flash_attention_requested
 
+from cbexp.engine.attention import ATTENTION_NAME
 from cbexp.engine.buffers import PagePool
-from cbexp.engine.scheduler import AdmissionControl
-from cbexp.engine.types import CacheMemoryError, UnsupportedModelError
-
-__all__ = [
-    "ContinuousBatchingIOs",
-    "EngineSettings",
-    "FutureRequestState",
-    "PagedAttentionCache",
-    "RequestState",
-    "RequestStatus",
-    "build_page_pools",
-    "build_processor",
-    "build_request_state",
-    "child_id",
-    "describe_processor",
-    "generated_ids",
-    "max_request_tokens",
-    "require_paged_attention",
-    "sector_slack_blocks",
-]
+from cbexp.engine.requests import PromptGroup
+from cbexp.engine.types import CacheMemoryError, CBSyncConfig, EngineError, UnsupportedModelError
+from cbexp.engine.upstream.admission import AdmissionControl
 
 # Share of the free memory that the cache and its buffers may take: upstream's own figure without logits processors.
 MAX_MEMORY_FRACTION = 0.9
@@ -71,27 +46,11 @@ MAX_MEMORY_FRACTION = 0.9
 FLASH_2_PAGE_TOKENS = 256
 
 
-@dataclass(frozen=True)
-class EngineSettings:
-    """What a processor is built from. A block is a page of `page_size` tokens for every layer.
-
-    `max_requests_per_batch` is at most `max_batch_tokens`. `attn_implementation` by the name that transformers knows.
-    """
-
-    page_size: int
-    num_blocks: int
-    max_batch_tokens: int
-    max_requests_per_batch: int
-    allow_block_sharing: bool
-    scheduler: Literal["fifo", "prefill_first"]
-    attn_implementation: str
-
-
 class _Processor(ContinuousBatchProcessor):
     """Upstream's processor without its `__del__`, which prints a traceback when it runs at interpreter exit."""
 
     def __del__(self) -> None:
-        """Nothing: `PagedEngine.close` gives the memory back."""
+        """Nothing: `Batcher.close` gives the memory back."""
 
 
 _CONTROLLED_SCHEDULERS = {
@@ -107,9 +66,23 @@ class _SeedlessDistributedHelper(DistributedHelper):
         """Leave every generator alone."""
 
 
-def require_paged_layers(config: PreTrainedConfig) -> None:
-    """Raise `UnsupportedModelError` unless the model's layers are of types that a paged cache serves."""
-    _group_layers(config)
+def check_attention(model_config: PreTrainedConfig, config: CBSyncConfig) -> None:
+    """Raise unless a paged cache serves the model's layers with the attention that is asked for.
+
+    Raises:
+        UnsupportedModelError: a layer or the attention implementation is not served.
+        EngineError: the implementation is not the one that the model was loaded with.
+    """
+    _group_layers(model_config)
+    if config.has_engine_attention:
+        return
+    own = model_config._attn_implementation
+    if config.attn_implementation != own:
+        raise EngineError(
+            f"attn_implementation={config.attn_implementation!r} is neither the engine's own ('cbexp') nor what the "
+            f"model was loaded with ({own!r}): load the model with it."
+        )
+    require_paged_attention(model_config)
 
 
 def require_paged_attention(config: PreTrainedConfig) -> None:
@@ -122,7 +95,7 @@ def require_paged_attention(config: PreTrainedConfig) -> None:
         )
 
 
-def sector_slack_blocks(config: PreTrainedConfig) -> int:
+def count_rounding_blocks(config: PreTrainedConfig) -> int:
     """Blocks that rounding to sectors can waste: up to a sector for each attention type beyond the first.
 
     A sector is the least common multiple of the types' block sizes, and a block has one page of every layer.
@@ -131,12 +104,18 @@ def sector_slack_blocks(config: PreTrainedConfig) -> int:
     return math.ceil((len(layer_counts) - 1) * math.lcm(*layer_counts) / sum(layer_counts))
 
 
-def build_processor(model: PreTrainedModel, settings: EngineSettings) -> ContinuousBatchProcessor:
+def attention_name(config: CBSyncConfig) -> str:
+    """The attention that runs, by the name that transformers knows."""
+    return ATTENTION_NAME if config.has_engine_attention else config.attn_implementation
+
+
+def build_processor(model: PreTrainedModel, settings: CBSyncConfig) -> ContinuousBatchProcessor:
     """Build a processor with its cache and scheduler, without upstream's manager and its thread.
 
-    Nothing of the model is changed. Raises `CacheMemoryError` when cache and buffers do not fit in the free memory.
+    `settings` leave neither `num_blocks` nor `max_requests_per_batch` open. Nothing of the model is changed. Raises
+    `CacheMemoryError` when cache and buffers do not fit in the free memory.
     """
-    config = _config_for_upstream(model.config, settings.attn_implementation)
+    config = _config_for_upstream(model.config, attention_name(settings))
     helper = _SeedlessDistributedHelper(device_mesh=None, cpu_group_timeout=None)
     with _on_device(model.device):
         cb_config = _resolve_config(config, settings, model.device)
@@ -203,20 +182,15 @@ def _page_pool(allocator: Any, longest: int, views: dict[tuple[int, ...], Tensor
     )
 
 
-def build_request_state(
-    request_id: str,
-    prompt_ids: Sequence[int],
-    max_new_tokens: int,
-    eos_token_ids: Sequence[int],
-    num_children: int,
-) -> RequestState:
-    """Upstream's request; its `num_children` forks are made once all of the prompt but its last token is cached."""
+def build_request_state(group: PromptGroup) -> RequestState:
+    """Upstream's request; its forks are made once all of the prompt but its last token is cached."""
+    parent_id, *child_ids = group.request_ids
     return RequestState(
-        request_id=request_id,
-        initial_tokens=list(prompt_ids),
-        max_new_tokens=max_new_tokens,
-        eos_token_id=list(eos_token_ids),
-        num_children=num_children,
+        request_id=parent_id,
+        initial_tokens=list(group.prompt_ids),
+        max_new_tokens=group.max_new_tokens,
+        eos_token_id=list(group.eos_token_ids),
+        num_children=len(child_ids),
     )
 
 
@@ -286,7 +260,7 @@ def _config_for_upstream(config: PreTrainedConfig, attn_implementation: str) -> 
 
 
 def _resolve_config(
-    config: PreTrainedConfig, settings: EngineSettings, device: torch.device
+    config: PreTrainedConfig, settings: CBSyncConfig, device: torch.device
 ) -> ContinuousBatchingConfig:
     """Upstream's settings, with nothing left for it to choose."""
     asked = ContinuousBatchingConfig(
@@ -313,7 +287,7 @@ def _resolve_config(
     )
 
 
-def _block_table_width(config: PreTrainedConfig, settings: EngineSettings, device: torch.device) -> int:
+def _block_table_width(config: PreTrainedConfig, settings: CBSyncConfig, device: torch.device) -> int:
     """Blocks of the longest request that model and cache admit, where decode can read the cache through a block table.
 
     That takes CUDA, no sliding window, and FlashAttention 3, or 2 with pages that suit it; elsewhere 0 turns it off.
@@ -324,6 +298,7 @@ def _block_table_width(config: PreTrainedConfig, settings: EngineSettings, devic
     )
     if not has_kernel or SLIDING_ATTENTION in _group_layers(config):
         return 0
+    assert settings.num_blocks is not None
     cache_tokens = settings.num_blocks * settings.page_size
     longest = min(cache_tokens, getattr(config, "max_position_embeddings", None) or cache_tokens)
     return math.ceil(longest / settings.page_size)

@@ -1,4 +1,4 @@
-"""Synthetic rows for the self-check: pages for them out of a cache in any state, which is put back afterwards."""
+"""Rows without requests, over random keys and values: what the self-check compares steps on, and steps are timed on."""
 
 from __future__ import annotations
 
@@ -9,53 +9,51 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from cbexp.engine.buffers import DecodeBuffers
-from cbexp.engine.decode_step import restored_state
-from cbexp.engine.buffers import LayerPages, PagePool
+from cbexp.engine.buffers import DecodeBuffers, LayerPages, PagePool
 from cbexp.engine.types import EngineError
 
-# The first sector is upstream's read trash, which stays zero; the second, its write trash, may be used like any other.
-FIRST_SECTOR = 1
-# Short rows leave little to save: all but the first have fewer tokens than this.
+# The first sector is upstream's read trash, which stays zero; the second is its write trash.
+WRITE_TRASH_SECTOR = 1
+FIRST_FREE_SECTOR = 2
+# Of the self-check: short rows leave little to save, so all but the first have fewer tokens than this.
 MAX_TOKENS = 16
 # Few, so that every vocabulary has them.
 NUM_TOKEN_IDS = 32
 
 
-class CheckRows:
-    """The first rows of `buffers` at positions of all kinds, over random keys and values.
+class SyntheticRows:
+    """The first rows of `buffers` at positions of all kinds, on pages of a cache in any state, which is put back.
 
     Of `bucket` rows, the last is inactive when there are several, and so are those for which the cache has no block.
     The first row's new token opens its second block, where tables are wide enough.
     Raises `EngineError` when the cache has no room for one row.
     """
 
-    def __init__(self, buffers: DecodeBuffers, pools: Mapping[str, PagePool], bucket: int) -> None:
+    def __init__(self, buffers: DecodeBuffers, bucket: int) -> None:
         self.bucket = bucket
-        self.positions = _choose_positions(pools, bucket)
+        self.positions = _choose_positions(buffers.pools, bucket)
         self._buffers = buffers
-        self._tables = _lay_out(pools, self.positions)
+        self._tables = _lay_out_check(buffers.pools, self.positions)
+        tables = {
+            index: self._tables[name] for name, pool in buffers.pools.items() for index in pool.layer_indices
+        }
         self._slots = [
-            _Slots(layer, self.positions, self._tables[_table_name(buffers, layer)])
-            for layer in buffers.layers
+            _Slots(layer, self.positions, tables[index])
+            for index, layer in zip(sorted(tables), buffers.layers, strict=True)
         ]
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Have the rows' tables in the buffers; afterwards, tables, state and keys and values are as before."""
-        tables = self._buffers.block_tables
-        saved = {name: table.clone() for name, table in tables.items()}
         contents = [slots.read() for slots in self._slots]
-        with restored_state(self._buffers):
+        with self._buffers.saved():
             try:
                 for name, table in self._tables.items():
-                    tables[name][: self.bucket, : table.shape[1]].copy_(table)
+                    self._buffers.block_tables[name][: self.bucket, : table.shape[1]].copy_(table)
                 yield
             finally:
                 for slots, content in zip(self._slots, contents, strict=True):
                     slots.write(content)
-                for name, table in saved.items():
-                    tables[name].copy_(table)
 
     def reset(self) -> None:
         """Go to the start: the same tokens at the same positions over the same keys and values each time.
@@ -83,6 +81,28 @@ class CheckRows:
             if not torch.equal(slots.read()[:, kept], slots.random(index)[:, kept]):
                 return index
         return None
+
+
+def fill_free_pages(buffers: DecodeBuffers, num_rows: int, num_tokens: int) -> None:
+    """Give the first rows of an idle cache blocks of their own for `num_tokens` tokens each, of random content.
+
+    Raises `EngineError` when cache or tables are too small for that.
+    """
+    sector = FIRST_FREE_SECTOR
+    for name, pool in buffers.pools.items():
+        blocks_per_row = _blocks_per_row(pool, num_tokens)
+        num_blocks = num_rows * blocks_per_row
+        start = sector * _pages_per_sector(pool)
+        end = start + num_blocks * pool.pages_per_block
+        if end > pool.pages.shape[0]:
+            raise EngineError(
+                f"{num_rows} rows of {num_tokens} tokens do not fit in the cache: raise num_blocks "
+                f"({name} needs {num_blocks} blocks)."
+            )
+        pool.pages[start:end].normal_()
+        entries = torch.arange(start, end, pool.pages_per_block, dtype=torch.int32)
+        buffers.block_tables[name][:num_rows, :blocks_per_row].copy_(entries.view(num_rows, blocks_per_row))
+        sector += math.ceil((end - start) / _pages_per_sector(pool))
 
 
 class _Slots:
@@ -140,34 +160,47 @@ def _choose_positions(pools: Mapping[str, PagePool], bucket: int) -> list[int]:
 
 
 def _fits(pools: Mapping[str, PagePool], num_active: int) -> bool:
-    needed = sum(_num_sectors(pool, num_active) for pool in pools.values())
-    return all(FIRST_SECTOR + needed <= pool.pages.shape[0] // pool.trash_page for pool in pools.values())
+    needed = sum(_num_check_sectors(pool, num_active) for pool in pools.values())
+    return all(
+        WRITE_TRASH_SECTOR + needed <= pool.pages.shape[0] // _pages_per_sector(pool)
+        for pool in pools.values()
+    )
 
 
-def _lay_out(pools: Mapping[str, PagePool], positions: Sequence[int]) -> dict[str, Tensor]:
+def _lay_out_check(pools: Mapping[str, PagePool], positions: Sequence[int]) -> dict[str, Tensor]:
     """Attention type -> int32 [rows, 1 or 2]: one block a row and two for the first, on sectors of the pool's own.
 
-    Inactive rows share the last one, in which nothing may change.
+    The write trash may be used like any other sector. Inactive rows share the last block, in which nothing may change.
     """
     tables = {}
     num_active = sum(position >= 0 for position in positions)
-    sector = FIRST_SECTOR
+    sector = WRITE_TRASH_SECTOR
     for name, pool in pools.items():
-        start = sector * pool.trash_page
         own = torch.arange(len(positions)).clamp(max=num_active)
         width = min(2, pool.table_width)
         table = (own[:, None] + 1).expand(-1, width).clone()
         table[0] = torch.arange(width)
-        tables[name] = (start + table * pool.pages_per_block).int()
-        sector += _num_sectors(pool, num_active)
+        tables[name] = (sector * _pages_per_sector(pool) + table * pool.pages_per_block).int()
+        sector += _num_check_sectors(pool, num_active)
     return tables
 
 
-def _num_sectors(pool: PagePool, num_active: int) -> int:
+def _num_check_sectors(pool: PagePool, num_active: int) -> int:
     """Of active rows, the first of which has two blocks, and of inactive ones, which have one together."""
-    # The write trash is the second sector, so its first page is the length of one.
-    return math.ceil((num_active + 2) * pool.pages_per_block / pool.trash_page)
+    return math.ceil((num_active + 2) * pool.pages_per_block / _pages_per_sector(pool))
 
 
-def _table_name(buffers: DecodeBuffers, layer: LayerPages) -> str:
-    return next(name for name, table in buffers.block_tables.items() if table is layer.block_table)
+def _pages_per_sector(pool: PagePool) -> int:
+    """The write trash is the second sector, so its first page is the length of one."""
+    return pool.trash_page
+
+
+def _blocks_per_row(pool: PagePool, num_tokens: int) -> int:
+    """Blocks of a row; a sliding pool's ring holds its window and no more."""
+    num_stored = min(num_tokens, pool.window) if pool.window else num_tokens
+    num_blocks = math.ceil(num_stored / pool.pages.shape[1])
+    if num_blocks > pool.table_width:
+        raise EngineError(
+            f"a row of {num_tokens} tokens takes {num_blocks} blocks, and the block table holds {pool.table_width}."
+        )
+    return num_blocks

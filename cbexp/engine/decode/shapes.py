@@ -1,10 +1,11 @@
-"""How many decode steps to run before the host looks again."""
+"""The shape of a burst: how many rows a decode step computes, and how many steps run before the host looks again."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from cbexp.engine.batch_shapes import BatchShapes
+from cbexp.engine.types import BatchShape
 
 # While requests wait for a row. A row that ends early idles for half a burst on average, and each admission costs the
 # rows about as much time as five steps. At 256 rows of 600 tokens, a row ends every other step or so: 32 steps lose
@@ -19,6 +20,46 @@ TAIL_BURST_ON_CPU = 8
 
 # Shorter bursts cost more host time than a smaller batch gives back.
 MIN_BURST = 8
+
+
+@dataclass(frozen=True)
+class BatchShapes:
+    """Ascending `buckets` under a policy; `max_rows`, the largest of them, bounds every batch."""
+
+    policy: BatchShape
+    buckets: tuple[int, ...]
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of the largest batch."""
+        return self.buckets[-1]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Every batch size that can occur."""
+        if self.policy == "natural":
+            return tuple(range(1, self.max_rows + 1))
+        return self.buckets if self.policy == "buckets" else self.buckets[-1:]
+
+    def size_for(self, num_rows: int) -> int:
+        """The size of a batch of `num_rows` requests, at most `max_rows`."""
+        return next(size for size in self.sizes if size >= num_rows)
+
+    def next_smaller(self, num_rows: int) -> int:
+        """The most requests for which a batch would be smaller than for `num_rows`; 0 when there is no such size."""
+        return max((size for size in self.sizes if size < num_rows), default=0)
+
+
+def build_batch_shapes(policy: BatchShape, buckets: Sequence[int] | None, max_requests: int) -> BatchShapes:
+    """Shapes for batches of up to `max_requests`: of the `buckets` asked for, none larger than that takes.
+
+    By default powers of two, with the largest batch at their end. Buckets that end below `max_requests` bound it.
+    """
+    if buckets is None:
+        powers = [2**i for i in range(max_requests.bit_length()) if 2**i < max_requests]
+        return BatchShapes(policy, (*powers, max_requests))
+    holding = next((size for size in buckets if size >= max_requests), buckets[-1])
+    return BatchShapes(policy, tuple(size for size in buckets if size <= holding))
 
 
 def choose_burst_length(

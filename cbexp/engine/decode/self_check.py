@@ -6,17 +6,16 @@ A wrong graph gives wrong tokens without a word; here it ends the run.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from cbexp.engine.check_rows import CheckRows
 from cbexp.engine.buffers import DecodeBuffers
-from cbexp.engine.decode_step import DecodeForward, cut_rows
-from cbexp.engine.buffers import PagePool
+from cbexp.engine.decode.step import StepRunner
+from cbexp.engine.decode.synthetic_rows import SyntheticRows
+from cbexp.engine.forward import DecodeForward
 from cbexp.engine.sampling import advance
 from cbexp.engine.types import EngineError
 
@@ -89,20 +88,12 @@ def _average(results: Collection[SelfCheckResult], means: Sequence[float]) -> fl
     return total / num_rows if num_rows else None
 
 
-class RunsSteps(Protocol):
-    """What is checked: a `StepRunner`, prepared for the bucket."""
-
-    def run(self, bucket: int, num_steps: int) -> None:
-        """Enqueue decode steps over the first `bucket` rows of the buffers on the current stream."""
-
-
 @torch.no_grad()
 def check_bucket(
-    runner: RunsSteps,
+    runner: StepRunner,
     forward: DecodeForward,
     reference: Callable[[Tensor, Tensor], Tensor],
     buffers: DecodeBuffers,
-    pools: Mapping[str, PagePool],
     *,
     bucket: int,
     mode: str,
@@ -112,13 +103,13 @@ def check_bucket(
 
     Compared are the logits of both forwards, the runner's tokens and the logit that it leaves behind of each, what each
     writes to the cache and where, and how the runner's rows advance. Buffers and cache are as before afterwards,
-    whatever they hold; `pools` are those that the buffers were made for. `tolerance` None: that of the cache's dtype.
+    whatever they hold. `tolerance` None: that of the cache's dtype.
 
     Raises:
         EngineError: they differ by more than rounding does; the message has bucket, mode and error.
     """
     tolerance = tolerance or TOLERANCES[buffers.layers[0].pages.dtype]
-    check = _Check(buffers, CheckRows(buffers, pools, bucket), mode)
+    check = _Check(buffers, SyntheticRows(buffers, bucket), mode)
     with check.rows.in_place():
         logits, cache = check.run_forward(reference, "the reference")
         if not bool(logits.isfinite().all()):
@@ -152,12 +143,12 @@ def check_bucket(
 class _Check:
     """One bucket's check; `rows` must be in place while something runs."""
 
-    def __init__(self, buffers: DecodeBuffers, rows: CheckRows, mode: str) -> None:
+    def __init__(self, buffers: DecodeBuffers, rows: SyntheticRows, mode: str) -> None:
         self.rows = rows
         self._mode = mode
         self._buffers = buffers
-        self._cut = cut_rows(buffers, rows.bucket)
-        self._is_active = torch.tensor([p >= 0 for p in rows.positions], device=buffers.positions.device)
+        self._cut = buffers.rows(rows.bucket)
+        self._is_active = torch.tensor([p >= 0 for p in rows.positions], device=buffers.device)
 
     def run_forward(
         self, logits_of: Callable[[Tensor, Tensor], Tensor], name: str
@@ -168,7 +159,7 @@ class _Check:
         self._require_kept_slots(name)
         return logits, self.rows.read_new()
 
-    def run_step(self, runner: RunsSteps) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def run_step(self, runner: StepRunner) -> tuple[Tensor, Tensor, list[Tensor]]:
         """The active rows' tokens int64 and their logits float32, and what was written to the cache."""
         self.rows.reset()
         runner.run(self.rows.bucket, 1)
@@ -211,16 +202,11 @@ class _Check:
 
     def _require_advanced(self, tokens: Tensor, best_logits: Tensor) -> None:
         """The rows' state after the step is what plain `advance` makes of its tokens."""
-        after = [tensor.clone() for tensor in self._state()]
+        after = [tensor.clone() for tensor in self._cut.state()]
         self.rows.reset()
         advance(self._cut, tokens.clamp(min=0), best_logits)
-        for is_state, expected in zip(after, self._state(), strict=True):
-            if not torch.equal(is_state, expected):
-                raise self._failure("the rows did not advance as their tokens say")
-
-    def _state(self) -> Sequence[Tensor]:
-        cut = self._cut
-        return (cut.token_ids, cut.positions, cut.remaining, cut.outputs[:1], cut.step)
+        if not all(map(torch.equal, after, self._cut.state())):
+            raise self._failure("the rows did not advance as their tokens say")
 
     def _failure(self, what: str) -> EngineError:
         return EngineError(
