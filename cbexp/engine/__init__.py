@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cbexp.engine.compatibility import SUPPORTED_TRANSFORMERS, check_transformers_version
+from cbexp.engine.support import SUPPORTED_TRANSFORMERS, check_transformers_version
 from cbexp.engine.types import (
     CacheMemoryError,
     CBSyncConfig,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 # What the kernels are made and tested for; static buffers hold all of it.
 MAX_BUCKET = 1024
 MAX_BURST = 4096
+# Share of the free memory that a cache may take with its buffers: upstream's own figure without logits processors.
+MAX_MEMORY_FRACTION = 0.9
 MINIMUMS = {
     "page_size": 4,  # upstream's bound
     **dict.fromkeys(("max_batch_tokens", "max_burst", "num_blocks", "max_requests_per_batch"), 1),
@@ -49,25 +51,18 @@ def check_config(config: CBSyncConfig) -> None:
         raise TypeError(f"config={config!r} is a {type(config).__name__}: pass a CBSyncConfig.")
     for name, hint in get_type_hints(CBSyncConfig).items():
         _check_type(name, getattr(config, name), hint)
-    if config.compile_mode not in COMPILE_MODES:
-        raise _not_a_choice("compile_mode", config.compile_mode, tuple(COMPILE_MODES))
     if config.do_sample:
         raise EngineError("do_sample=True is not available yet: this driver decodes greedily.")
     for name, minimum in MINIMUMS.items():
-        value = getattr(config, name)
-        if value is not None:
-            _check_at_least(name, value, minimum)
+        if getattr(config, name) is not None:
+            _check_at_least(name, getattr(config, name), minimum)
     if config.max_burst > MAX_BURST:
         raise ValueError(f"max_burst={config.max_burst} is too large: at most {MAX_BURST} steps.")
+    _check_compile_mode(config)
     if config.buckets is not None:
         _check_buckets(config.buckets, config)
     if not config.has_engine_attention:
         _check_without_engine_attention(config)
-    elif config.recompile_limit is not None and COMPILE_MODES[config.compile_mode].torch_mode is None:
-        raise EngineError(
-            f"recompile_limit={config.recompile_limit} is without effect when compile_mode={config.compile_mode!r}, "
-            "which compiles nothing: leave it out."
-        )
 
 
 def check_count(name: str, value: object) -> None:
@@ -129,19 +124,11 @@ def _check_type(name: str, value: object, hint: Any) -> None:
             raise _not_a_choice(name, value, get_args(hint))
         return
     kinds = get_args(hint) or (hint,)
-    if value is None and NoneType in kinds:
+    if (value is None and NoneType in kinds) or name == "eos_token_id":  # checked with the model's vocabulary
         return
-    if name == "on_step":
-        if not callable(value):
-            raise TypeError(f"on_step={value!r} must be a function of a step's index and its StepInfo.")
-    elif name == "buckets":
-        if not _is_int_sequence(value):
-            raise TypeError(f"buckets={value!r} must be a list of whole numbers, or None.")
-    elif bool in kinds:
-        if type(value) is not bool:
-            raise TypeError(f"{name}={value!r} must be True or False.")
-    elif kinds in ((int,), (int, NoneType)) and type(value) is not int:
-        raise TypeError(f"{name}={value!r} must be a whole number.")
+    is_right, expected = _EXPECTED.get(name) or _EXPECTED_OF_TYPE.get(kinds[0], (lambda _: True, ""))
+    if not is_right(value):
+        raise TypeError(f"{name}={value!r} must be {expected}.")
 
 
 def _not_a_choice(name: str, value: object, choices: Sequence[object]) -> ValueError:
@@ -151,6 +138,29 @@ def _not_a_choice(name: str, value: object, choices: Sequence[object]) -> ValueE
 def _is_int_sequence(value: object) -> bool:
     is_sequence = isinstance(value, Sequence) and not isinstance(value, str)
     return is_sequence and all(type(item) is int for item in value)  # type: ignore[attr-defined]
+
+
+# Setting, or type of settings -> whether a value is right, and what it must be. True is no whole number.
+_EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "on_step": (callable, "a function of a step's index and its StepInfo"),
+    "buckets": (_is_int_sequence, "a list of whole numbers, or None"),
+}
+_EXPECTED_OF_TYPE: dict[type, tuple[Callable[[Any], bool], str]] = {
+    bool: (lambda value: type(value) is bool, "True or False"),
+    int: (lambda value: type(value) is int, "a whole number"),
+}
+
+
+def _check_compile_mode(config: CBSyncConfig) -> None:
+    mode = config.compile_mode
+    if not isinstance(mode, str) or mode not in COMPILE_MODES:
+        raise _not_a_choice("compile_mode", mode, tuple(COMPILE_MODES))
+    is_idle = COMPILE_MODES[mode].torch_mode is None and config.has_engine_attention
+    if config.recompile_limit is not None and is_idle:
+        raise EngineError(
+            f"recompile_limit={config.recompile_limit} is without effect when compile_mode={mode!r}, which compiles "
+            "nothing: leave it out."
+        )
 
 
 def _check_buckets(buckets: Sequence[int], config: CBSyncConfig) -> None:
