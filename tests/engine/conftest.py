@@ -31,6 +31,7 @@ from transformers import (
 
 from cbexp.engine import CBSyncConfig, SyncCBDriver, engine_slot
 from cbexp.engine.fused_projections import ProjectionFusion
+from tests.engine.ulps import exact_linear
 
 torch.set_num_threads(1)
 
@@ -173,6 +174,15 @@ def make_driver() -> Iterator[Callable[..., SyncCBDriver]]:
     yield make
     for driver in drivers:
         driver.close()
+
+
+@pytest.fixture
+def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """References and models take `exact_linear` for their matrix products.
+
+    What is left of half precision are single sums and products, which IEEE 754 defines.
+    """
+    monkeypatch.setattr(torch.nn.functional, "linear", exact_linear)
 
 
 @pytest.fixture
