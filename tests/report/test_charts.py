@@ -13,19 +13,19 @@ from cbexp.report import load_runs, run_rows
 from cbexp.report.charts import log_scale
 from cbexp.report.decode_points import Ceiling, find_decode_point
 from cbexp.report.page import build_page
-from cbexp.report.page_charts import MAX_CHARTED_RUNS, MAX_CONTESTS, charts_of_all, throughput_charts
+from cbexp.report.page_charts import MAX_CHARTED_RUNS, MAX_CHARTED_WORKLOADS, charts_of_all, throughput_charts
 from cbexp.report.point_labels import label_points, place_on
 from cbexp.report.step_times import PERCENTS, find_step_times
 from cbexp.report.ticks import cut_labels
 from cbexp.report.time_use import seconds_by_phase, shares_of_round
-from cbexp.report.works import find_works
+from cbexp.report.workloads import find_workloads
 from tests.report.report_fixtures import REFERENCE, load_one, write_json, write_lines
 
 
 def charts_of(runs):
     rows = run_rows(runs)
-    works = find_works(rows, runs)
-    return [*throughput_charts(works, rows).values(), *charts_of_all(runs, rows, works)]
+    workloads = find_workloads(rows, runs)
+    return [*throughput_charts(workloads, rows).values(), *charts_of_all(runs, rows, workloads)]
 
 
 # Decode points and their ceiling
@@ -266,7 +266,7 @@ def test_charts_of_thousands_of_runs_are_cut_and_say_so(make_run):
 
 
 def test_workloads_without_a_chart_are_counted(make_run):
-    num_hashes = MAX_CONTESTS + 3
+    num_hashes = MAX_CHARTED_WORKLOADS + 3
     page = build_page(repeat_run(load_one(make_run("one")), 2 * num_hashes, num_hashes))
-    assert "3 more works have no chart of their own" in page
-    assert page.count('class="hero"') == MAX_CONTESTS
+    assert "3 more workloads have no chart of their own" in page
+    assert page.count('class="hero"') == MAX_CHARTED_WORKLOADS

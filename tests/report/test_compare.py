@@ -90,7 +90,7 @@ def test_a_cell_that_failed_before_is_ignored(compare):
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
-        ({}, {"workload_hash": OTHER_WORKLOAD}, "different work"),
+        ({}, {"workload_hash": OTHER_WORKLOAD}, "different workloads"),
         ({"walls_s": (1.0, 1.0)}, {"walls_s": (9.0, 9.0)}, "fewer than 3 timed rounds"),
         (FAILED, FAILED, ""),
     ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cbexp.report import load_runs
-from cbexp.report.agreement import same_completions_share
+from cbexp.report.answers import same_completions_share
 from cbexp.report.doubts import find_doubts
 from cbexp.report.environments import find_differences, shared_facts
 from tests.report.report_fixtures import load_one, write_json, write_lines

@@ -10,7 +10,7 @@ from cbexp.report import format_report, load_runs, run_rows
 from cbexp.report.lead import are_same_in_effect
 from cbexp.report.page import build_page
 from cbexp.report.page_table import TIMES
-from cbexp.report.works import find_works
+from cbexp.report.workloads import find_workloads
 
 IDLE = "cache.num_tokens={} has no effect with driver=generate, which has no paged cache."
 SLOWER_TOO = "but the same configuration also came out slower than it"
@@ -36,8 +36,8 @@ def make_cell(make_run):
 
 def lead_of(*folders):
     runs = load_runs(folders)
-    (work,) = find_works(run_rows(runs), runs)
-    return work.lead
+    (workload,) = find_workloads(run_rows(runs), runs)
+    return workload.lead
 
 
 def card_of(*folders):
@@ -126,7 +126,7 @@ def test_a_winner_that_is_wrong_more_often_is_named(make_run, num_correct, is_wo
     sentence = "answers are wrong more often than those of #2, beyond chance"
     assert (f"Its {sentence}: 95.0% of those" in card) == is_worse
     assert (f"; its {sentence}" in text) == is_worse
-    assert ("note: fewer correct completions than another run of the same work" in text) == is_worse
+    assert ("note: fewer correct completions than another run of the same workload" in text) == is_worse
 
 
 @pytest.mark.parametrize(

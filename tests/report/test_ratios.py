@@ -21,7 +21,7 @@ def timed(*walls_s, num_tokens=100):
 
 
 @pytest.mark.parametrize(
-    ("hashes", "message"), [((WORKLOAD, OTHER_WORKLOAD), "different work"), ((None, None), "missing")]
+    ("hashes", "message"), [((WORKLOAD, OTHER_WORKLOAD), "different workloads"), ((None, None), "missing")]
 )
 def test_ratio_is_refused_unless_the_workloads_are_known_to_be_the_same(make_run, hashes, message):
     one, other = load_runs([make_run(str(index), workload_hash=value) for index, value in enumerate(hashes)])
@@ -55,7 +55,7 @@ def test_baseline_is_named_by_some_words_of_its_command(make_run):
     runs = load_runs([*folders, make_run("failed", ["seed=1"], status="failed")])
     named = [row["label"] for row in run_rows(runs, "driver=generate") if row["is_baseline"]]
     assert named == ["driver=generate compile=eager"]
-    with pytest.raises(ReportError, match="fits several runs of the same work"):
+    with pytest.raises(ReportError, match="fits several runs of one workload"):
         run_rows(runs, "compile=eager")
     for name in ("compile=nonsense", "seed=1"):
         with pytest.raises(ReportError, match=r"fits no completed run.*driver=sync compile=default"):
@@ -72,10 +72,10 @@ def test_run_without_output_is_no_baseline_and_wins_nothing(make_run):
 def test_runs_of_different_workloads_say_why_they_have_no_ratio(make_run):
     runs = load_runs([make_run(name, [f"seed={name}"], workload_hash=name * 64) for name in "12"])
     table = format_table(runs)
-    assert table.count("other work") == 2
-    assert "2 different works" in table and "no ratio stands between them" in table
-    assert build_page(runs).count('<span class="none">other work</span>') == 2
-    assert "other work" not in format_table(runs[:1])
+    assert table.count("other workload") == 2
+    assert "2 different workloads" in table and "no ratio stands between them" in table
+    assert build_page(runs).count('<span class="none">other workload</span>') == 2
+    assert "other workload" not in format_table(runs[:1])
 
 
 # Intervals

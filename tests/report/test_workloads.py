@@ -9,11 +9,11 @@ import pytest
 
 from cbexp.report import format_table, load_runs, run_rows
 from cbexp.report.labels import label_runs, short_labels
-from cbexp.report.numbers_of_rows import format_numbers
 from cbexp.report.page import build_page
 from cbexp.report.page_charts import throughput_charts
+from cbexp.report.rows import format_row_numbers
 from cbexp.report.table import format_markdown
-from cbexp.report.works import find_works
+from cbexp.report.workloads import find_workloads
 from tests.report.report_fixtures import load_one, write_json
 
 SHARED = ("model=qwen3_4b", "model.init=random", "experiment=rollout_32")
@@ -56,7 +56,7 @@ def test_short_labels_leave_out_groups_where_that_stays_clear():
 
 
 def test_numbers_of_rows_are_written_as_ranges():
-    assert format_numbers([3, 1, 2, 7]) == "#1-3, #7"
+    assert format_row_numbers([3, 1, 2, 7]) == "#1-3, #7"
 
 
 # Several workloads
@@ -112,9 +112,9 @@ def test_labels_omit_what_a_workload_shares_and_a_line_has_it(checkout):
     table = format_table(runs)
     assert f"tiny, synthetic, 4 prompts, exactly 25 new tokens: {' '.join(SHARED)}" in table
     assert re.search(r"1 +A +seed=1", table)
-    assert " work " not in format_table(load_runs([checkout / "old"]))  # one needs no column
-    work = find_works(rows, runs)[-1]
-    ticks = throughput_charts([work], rows)[work.letter].figure["layout"]["yaxis"]["ticktext"]
+    assert " workload " not in format_table(load_runs([checkout / "old"]))  # one needs no column
+    workload = find_workloads(rows, runs)[-1]
+    ticks = throughput_charts([workload], rows)[workload.letter].figure["layout"]["yaxis"]["ticktext"]
     assert "compile=eager" in ticks
 
 

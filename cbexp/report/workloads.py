@@ -1,4 +1,4 @@
-"""Runs by the work that they did, and who won each: figures of different work are never compared."""
+"""Runs by workload, and the winner of each. Runs of different workloads are never compared."""
 
 from __future__ import annotations
 
@@ -6,57 +6,56 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from string import ascii_uppercase
 
-from cbexp.report.labels import words_of_works
+from cbexp.report.labels import overrides_shared_in_workloads
 from cbexp.report.lead import Lead, find_lead
 from cbexp.report.rows import Row
 from cbexp.report.run import Run
 
 
 @dataclass(frozen=True)
-class Work:
-    """Completed runs of the same work, the fastest first. `lead` is that of the fastest over the others.
+class Workload:
+    """The completed runs of one workload, the fastest first.
 
-    `shared_words` are settings that all of its runs have, and not all runs of the report.
-
-    `is_contest`: there is something to compare, or it is all there is; a lone run among others has won nothing.
+    `shared_overrides` are those that all of its runs have, and not all runs of the report. `lead` is None for a single
+    run. `has_winner` is false for a single run among other workloads: it has nothing to win against.
     """
 
     letter: str
     description: str
-    shared_words: str
+    shared_overrides: str
     rows: Sequence[Row]
     lead: Lead | None
-    is_contest: bool
+    has_winner: bool
 
 
-def find_works(rows: Sequence[Row], runs: Sequence[Run]) -> list[Work]:
-    """The works in the order of `rows`, which is that of `run_rows`.
+def find_workloads(rows: Sequence[Row], runs: Sequence[Run]) -> list[Workload]:
+    """The workloads of the rows of `run_rows`, in their order.
 
-    Runs without a hash, or without output, are in none.
+    Runs without a workload_hash or without output are in none.
     """
     by_hash: dict[str, list[Row]] = {}
     for row in rows:
         if row["workload_hash"] is not None and (row["output_tokens_per_s"] or 0.0) > 0:
             by_hash.setdefault(row["workload_hash"], []).append(row)
     by_folder = {str(run.folder): run for run in runs}
-    is_only, words = len(by_hash) == 1, words_of_works(runs)
+    is_only, shared = len(by_hash) == 1, overrides_shared_in_workloads(runs)
     return [
-        _work(_letter(index), words.get(work, ""), group, by_folder, is_only)
-        for index, (work, group) in enumerate(by_hash.items())
+        _build_workload(_letter(index), shared.get(workload_hash, ""), group, by_folder, is_only)
+        for index, (workload_hash, group) in enumerate(by_hash.items())
     ]
 
 
-def letters_of(works: Sequence[Work]) -> dict[str, str]:
-    """The folder of each run that is in a work -> the letter of its work."""
-    return {row["folder"]: work.letter for work in works for row in work.rows}
+def letters_of(workloads: Sequence[Workload]) -> dict[str, str]:
+    """The letter of each run's workload, by the run's folder."""
+    return {row["folder"]: workload.letter for workload in workloads for row in workload.rows}
 
 
-def _work(
-    letter: str, shared_words: str, rows: Sequence[Row], by_folder: Mapping[str, Run], is_only: bool
-) -> Work:
+def _build_workload(
+    letter: str, shared_overrides: str, rows: Sequence[Row], by_folder: Mapping[str, Run], is_only: bool
+) -> Workload:
     first = by_folder[rows[0]["folder"]]
     lead = find_lead(rows, by_folder) if len(rows) > 1 else None
-    return Work(letter, _describe(first), shared_words, rows, lead, is_only or len(rows) > 1)
+    return Workload(letter, _describe(first), shared_overrides, rows, lead, is_only or len(rows) > 1)
 
 
 def _letter(index: int) -> str:
