@@ -90,7 +90,7 @@ def open_page(page_file):
         browser.close()
 
 
-@pytest.mark.browser
+@pytest.mark.slow
 def test_page_draws_all_its_charts_without_a_network_and_runs_no_markup(open_page, page_file):
     page = open_page()
     assert page.asked == [page_file.as_uri()]
@@ -112,7 +112,7 @@ def test_page_draws_all_its_charts_without_a_network_and_runs_no_markup(open_pag
     assert page.title() != "owned"
 
 
-@pytest.mark.browser
+@pytest.mark.slow
 def test_table_sorts_both_ways_and_a_row_opens_to_its_command(open_page):
     page = open_page()
 
@@ -146,7 +146,7 @@ def test_table_sorts_both_ways_and_a_row_opens_to_its_command(open_page):
     assert opened.is_hidden()
 
 
-@pytest.mark.browser
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_has_contrast_in_both_schemes(open_page, scheme):
     """WCAG AA: 4.5 to 1 for text, of the page's own colours on the card."""
