@@ -40,7 +40,7 @@ from cbexp.cli.override_checks import (
     refuse_unnamed_choices,
 )
 from cbexp.cli.terminal import say
-from cbexp.cli.user_config_folders import list_folders, refuse_shadowing
+from cbexp.cli.user_folders import list_folders, refuse_shadowing
 from cbexp.config import SWEEP_SETTINGS, ExperimentConfig
 from cbexp.errors import CbexpError, ConfigError
 from cbexp.planning.vllm_python import check_interpreter
