@@ -50,8 +50,6 @@ class SyncCBDriver(ModelDriver):
     for a setting that is not available yet, `ValueError` for an impossible one, `TypeError` for one of another type.
     """
 
-    lost_error = "transformers' scheduler lost the request"
-
     def __init__(
         self,
         model: Any,

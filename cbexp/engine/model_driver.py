@@ -20,6 +20,8 @@ class ModelDriver(RolloutDriver):
     Raises at construction: `UnsupportedTransformersError`, `UnsupportedModelError`, and what `resolve_decoding` raises.
     """
 
+    lost_error = "transformers lost the request"
+
     def __init__(
         self, model: Any, config: CBSyncConfig, generation_config: GenerationConfig | None = None
     ) -> None:
