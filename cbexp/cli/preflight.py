@@ -42,8 +42,8 @@ from cbexp.cli.override_checks import (
 from cbexp.cli.terminal import say
 from cbexp.cli.user_folders import list_folders, refuse_shadowing
 from cbexp.config import SWEEP_SETTINGS, ExperimentConfig
+from cbexp.drivers.vllm.python import check_interpreter
 from cbexp.errors import CbexpError, ConfigError
-from cbexp.planning.vllm_python import check_interpreter
 
 PRIMARY_CONFIG = "config"
 MANY_CELLS = 20  # so many take seconds to compose

@@ -15,8 +15,8 @@ from cbexp.report.labels import IDLE_KEYS, relevant_overrides
 from cbexp.report.rows import Row
 from cbexp.report.run import Run
 
-# As `cbexp.planning.idle_settings` words it.
-IDLE_SETTING = re.compile(r"([\w.]+)=.* has no effect with ")
+# Records from before `settings_without_effect` have this warning in its place.
+OLD_WARNING = re.compile(r"([\w.]+)=.* has no effect with ")
 # Names of choices that are nothing but names, and what changes how long is measured, not what.
 NAMES = ("cache.name", "sampling.name", "num_rounds")
 # Facts that differ between the cells of one sweep, from slot to slot.
@@ -34,7 +34,7 @@ Verdict = Literal["alone", "few_rounds", "ahead", "unclear", "shared"]
 class Lead:
     """The fastest run of a workload against the others.
 
-    `same` are runs with the same settings in effect. `idle` are its and their warnings of settings without effect.
+    `same` are runs with the same settings in effect. `idle` has a sentence for each setting of all these without effect.
     `rival` is the fastest of the others, and `ratio` is the fastest run's throughput to it. `more_accurate` is the most
     accurate run of the workload, where the fastest one answers correctly less often than it, beyond chance.
     """
@@ -68,12 +68,12 @@ def find_lead(rows: Sequence[Row], run_of: Mapping[str, Run]) -> Lead:
     ]
     rival = next((row for row in rows[1:] if row not in same), None)
     ratio = None if rival is None else ratio_between(best, run_of[rival["folder"]])
-    sentences = dict.fromkeys(
+    idle = dict.fromkeys(
         sentence
         for run in (best, *(run_of[row["folder"]] for row in same))
         for sentence in _idle_settings(run).values()
     )
-    return Lead(same, list(sentences), rival, ratio, _find_more_accurate(rows, run_of))
+    return Lead(same, list(idle), rival, ratio, _find_more_accurate(rows, run_of))
 
 
 def _find_more_accurate(rows: Sequence[Row], run_of: Mapping[str, Run]) -> Row | None:
@@ -86,7 +86,7 @@ def _find_more_accurate(rows: Sequence[Row], run_of: Mapping[str, Run]) -> Row |
 def are_same_in_effect(one: Run, other: Run) -> bool:
     """Whether two runs of one workload, on one code and machine, differ only in settings without effect.
 
-    Runs warn of such settings. False where the records do not say.
+    False where the records do not say.
     """
     idle = _idle_settings(one).keys() | _idle_settings(other).keys()
     if not idle and set(relevant_overrides(one)) != set(relevant_overrides(other)):
@@ -100,9 +100,16 @@ def are_same_in_effect(one: Run, other: Run) -> bool:
 
 
 def _idle_settings(run: Run) -> dict[str, str]:
-    """Settings without effect, with the run's warning of each."""
-    matches = ((IDLE_SETTING.match(warning), warning) for warning in strings(run.summary, "warnings"))
-    return {match[1]: warning for match, warning in matches if match}
+    """Settings without effect, each with a sentence about it. Older records only have a warning."""
+    recorded = run.fact("settings_without_effect")
+    if not isinstance(recorded, list):
+        matches = ((OLD_WARNING.match(warning), warning) for warning in strings(run.summary, "warnings"))
+        return {match[1]: warning for match, warning in matches if match}
+    return {
+        name: f"{name}={item.get('value')} has no effect with {item.get('reason')}."
+        for item in recorded
+        if isinstance(item, Mapping) and isinstance(name := item.get("setting"), str)
+    }
 
 
 def _circumstances(run: Run) -> dict[str, str]:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cbexp.config import TrackingConfig
+from cbexp.engine.types import StepInfo
 from cbexp.errors import NotApplicableError
-from cbexp.metrics import RoundRecord, StepRecord, flatten_numbers
+from cbexp.metrics import RoundRecord, flatten_numbers
 from cbexp.tracking.modes import Mode
 from cbexp.tracking.objective import OBJECTIVE, REJECTED, compute_objective
 
@@ -73,7 +74,7 @@ class Tracker:
         """Add the resolved settings to the run's configuration, as `resolved`."""
         self._attempt("logging the plan", lambda run: run.config.update({"resolved": dict(settings)}))
 
-    def log_round(self, record: RoundRecord, steps: Sequence[StepRecord]) -> None:
+    def log_round(self, record: RoundRecord, steps: Sequence[StepInfo]) -> None:
         """Log a round's numbers and histograms against `round`; names of a warmup round begin with `warmup/`."""
         prefix = "warmup/" if record.is_warmup else ""
 
@@ -137,7 +138,7 @@ class Tracker:
             self.warn(f"W&B: {what} failed ({type(error).__name__}: {error})")
 
 
-def _build_step_histograms(steps: Sequence[StepRecord]) -> dict[str, Any]:
+def _build_step_histograms(steps: Sequence[StepInfo]) -> dict[str, Any]:
     """Return a `wandb.Histogram` of seconds a step for each kind that occurred: `histograms/decode_step_s` and so on.
 
     The decode steps of a burst count one by one, each with an equal share of its time.
@@ -148,7 +149,7 @@ def _build_step_histograms(steps: Sequence[StepRecord]) -> dict[str, Any]:
     }
 
 
-def _build_histogram(steps: Sequence[StepRecord]) -> Any:
+def _build_histogram(steps: Sequence[StepInfo]) -> Any:
     import wandb
 
     seconds = [step.duration_s / step.num_steps for step in steps]
