@@ -34,9 +34,10 @@ Verdict = Literal["alone", "few_rounds", "ahead", "unclear", "shared"]
 class Lead:
     """The fastest run of a workload against the others.
 
-    `same` are runs with the same settings in effect. `idle` has a sentence for each setting of all these without effect.
-    `rival` is the fastest of the others, and `ratio` is the fastest run's throughput to it. `more_accurate` is the most
-    accurate run of the workload, where the fastest one answers correctly less often than it, beyond chance.
+    `same` are runs with the same settings in effect. `idle` has a sentence for each setting without effect of these
+    runs and the fastest one. `rival` is the fastest of the others, and `ratio` is the fastest run's throughput to it.
+    `more_accurate` is the most accurate run of the workload, where the fastest one answers correctly less often than
+    it, beyond chance.
     """
 
     same: Sequence[Row]
