@@ -77,10 +77,10 @@ class DriverKind:
         """Raise `EngineError` unless the driver has the compile mode."""
         if mode in self.compile_modes:
             return
-        others = [f"driver={kind.name}" for kind in DRIVERS.values() if mode in kind.compile_modes]
+        other = next((kind.name for kind in DRIVERS.values() if mode in kind.compile_modes), None)
         raise EngineError(
-            f"compile.mode={mode} does not work with driver={self.name}: use auto or "
-            f"{' or '.join([*self.compile_modes, *others[:1]])}."
+            f"compile.mode={mode} does not work with driver={self.name}: use {' or '.join(('auto', *self.compile_modes))}"
+            f"{'' if other is None else f', or driver={other}'}."
         )
 
     def find_unread(self) -> dict[str, str]:
