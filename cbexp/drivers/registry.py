@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
+from cbexp.engine.rollout_driver import RolloutDriver
 from cbexp.engine.settings import DECODE_SETTINGS
-from cbexp.engine.types import COMPILE_MODES, ENGINE_ATTENTION, CBSyncConfig, EngineError, RolloutDriver
+from cbexp.engine.types import COMPILE_MODES, ENGINE_ATTENTION, CBSyncConfig, EngineError
 
 # Upstream's own bound on the requests of a batch; with each paged driver alike, so that they compare.
 MAX_REQUESTS_PER_BATCH = 1024

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from cbexp.engine.types import EngineError, RolloutDriver, UnsupportedModelError, UnsupportedTransformersError
+from cbexp.engine import EngineError, RolloutDriver, UnsupportedModelError, UnsupportedTransformersError
 
 
 def random_states():

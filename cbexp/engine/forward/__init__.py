@@ -1,17 +1,6 @@
-from typing import Protocol
+"""A decode step's logits by the model's own code, with fewer products, or as fused layers."""
 
-from torch import Tensor
+from cbexp.engine.forward.choose import ForwardChoice
+from cbexp.engine.forward.plain import DecodeForward, PlainForward
 
-
-class DecodeForward(Protocol):
-    def __call__(self, token_ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]: ...
-    def logits(self, token_ids: Tensor, positions: Tensor) -> Tensor: ...
-
-
-from cbexp.engine.decode_model import DecodeModel
-from cbexp.engine.fused_forward import FusedForward
-
-
-class ForwardChoice(DecodeModel):
-    def prefill(self, batch, num_rows):
-        return self.forward.prefill(batch, num_rows) if isinstance(self.forward, FusedForward) else None
+__all__ = ["DecodeForward", "ForwardChoice", "PlainForward"]

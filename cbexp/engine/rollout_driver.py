@@ -1,4 +1,4 @@
-"""The frame of a drive that all drivers share: checked requests in a queue, errors that leave the driver usable."""
+"""What every driver offers, and the frame of a drive: checked requests in a queue, a driver usable after errors."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from cbexp.engine.requests import PromptGroup, RequestBook, RequestLimits, Reque
 from cbexp.engine.types import Completion, EngineError, StepInfo
 
 
-class QueuedDriver(ABC):
-    """A `RolloutDriver` but for `_drive`. Not thread-safe; as a context manager it closes itself.
+class RolloutDriver(ABC):
+    """Generates completions of prompts, round after round. Not thread-safe; as a context manager it closes itself.
 
-    `lost_error` is the error of a request that a drive ended without.
+    A driver implements `resolved`, `_drive` and `_request_limits`. `lost_error` is the error of a request that a drive
+    ended without.
     """
 
     lost_error: ClassVar[str]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from cbexp.engine.buffers import DecodeBuffers
-from cbexp.engine.kernels.dependent_launch import launch_options, release_successor, wait_for_predecessor
+from cbexp.engine.kernels.launch import launch_options, release_successor, wait_for_predecessor
 
 
 @triton.jit
@@ -86,7 +87,7 @@ def _advance_kernel(
     tl.store(step, line + 1)
 
 
-def best_token(tile_values: torch.Tensor, tile_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def best_token(tile_values: Tensor, tile_ids: Tensor) -> tuple[Tensor, Tensor]:
     """Return the id [rows] (int64) of the largest of `tile_values` [rows, tiles], and that value [rows] (float32).
 
     Of equals the lowest id; of a row with NaNs among its values any of its ids, with the value that goes with it.
@@ -108,7 +109,7 @@ def best_token(tile_values: torch.Tensor, tile_ids: torch.Tensor) -> tuple[torch
     return next_ids, best_logits
 
 
-def largest_logit(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def largest_logit(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return the id [rows] (int64) of the largest of `logits` [rows, vocabulary], and that logit [rows] (float32).
 
     Of equals the lowest id; of a row with NaNs among its logits any id.
@@ -124,7 +125,7 @@ def largest_logit(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return best_token(values, ids)
 
 
-def advance(buffers: DecodeBuffers, next_ids: torch.Tensor, best_logits: torch.Tensor) -> None:
+def advance(buffers: DecodeBuffers, next_ids: Tensor, best_logits: Tensor) -> None:
     """As `sampling.advance`, in one program."""
     num_rows = next_ids.shape[0]
     _advance_kernel[(1,)](

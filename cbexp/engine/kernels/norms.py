@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cbexp.engine.kernels.dependent_launch import launch_options, release_successor, wait_for_predecessor
-from cbexp.engine.kernels.projected_heads import load_sum
+from cbexp.engine.kernels.heads import load_sum
+from cbexp.engine.kernels.launch import launch_options, release_successor, wait_for_predecessor
 
 
 @triton.jit

@@ -15,7 +15,7 @@ MIN_CAPABILITY = (9, 0)
 
 
 @cache
-def supports_dependent_launch(device: torch.device) -> bool:
+def _supports_dependent_launch(device: torch.device) -> bool:
     """Whether kernels on `device` may be launched before their predecessor has ended."""
     if device.type != "cuda" or os.environ.get("TRITON_INTERPRET") == "1" or torch.version.hip is not None:
         return False
@@ -24,7 +24,7 @@ def supports_dependent_launch(device: torch.device) -> bool:
 
 def launch_options(device: torch.device) -> dict[str, Any]:
     """Keyword arguments of a launch: the constexpr that the kernel reads, and the launch attribute where it holds."""
-    if supports_dependent_launch(device):
+    if _supports_dependent_launch(device):
         return {"DEPENDENT": True, "launch_pdl": True}
     return {"DEPENDENT": False}
 

@@ -1,38 +1,34 @@
-"""What the drivers that run transformers' own generation share: the checks of model, mode and ids."""
+"""What the drivers that run a model object of the caller's share: its checks, and the settings as they run."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import transformers
+from transformers import GenerationConfig
 
-from cbexp.drivers.registry import DriverKind
-from cbexp.engine.queued_driver import QueuedDriver
 from cbexp.engine.requests import RequestLimits
+from cbexp.engine.rollout_driver import RolloutDriver
 from cbexp.engine.settings import resolve_decoding
 from cbexp.engine.support import check_transformers_version, require_supported_model
 from cbexp.engine.types import CBSyncConfig
 
 
-class ModelDriver(QueuedDriver):
-    """A `QueuedDriver` on a model of ours, which reads of `config` what its `kind` says.
+class ModelDriver(RolloutDriver):
+    """A `RolloutDriver` on `model`, a transformers causal language model on one device, bare or in a PEFT wrapper.
 
-    `model` is a transformers causal language model on one device, bare or inside a PEFT wrapper. It runs the attention
-    that it was loaded with.
-
-    Raises at construction: `UnsupportedTransformersError`, `UnsupportedModelError`, `EngineError` for a compile mode
-    that the driver lacks, and `ValueError` for a stop or pad id outside the vocabulary.
+    Raises at construction: `UnsupportedTransformersError`, `UnsupportedModelError`, and what `resolve_decoding` raises.
     """
 
-    kind: ClassVar[DriverKind]
     lost_error = "transformers lost the request"
 
-    def __init__(self, model: Any, config: CBSyncConfig) -> None:
+    def __init__(
+        self, model: Any, config: CBSyncConfig, generation_config: GenerationConfig | None = None
+    ) -> None:
         check_transformers_version(transformers.__version__)
-        self.kind.check_compile_mode(config.compile_mode)
-        self._model = require_supported_model(model)
         self._config = config
-        self._decoding = resolve_decoding(config, None, self._model.config.vocab_size)
+        self._model = require_supported_model(model)
+        self._decoding = resolve_decoding(config, generation_config, self._model.config.vocab_size)
         super().__init__(self._decoding.max_new_tokens, self._decoding.eos_token_ids)
 
     @property

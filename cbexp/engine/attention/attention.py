@@ -1,4 +1,4 @@
-"""The attention function that transformers' models call: paged decode, and packed prefill or mixed steps.
+"""The engine's attention: paged decode, and packed prefill or mixed steps, each by what the device can do.
 
 Set `model.config._attn_implementation = ATTENTION_NAME` directly: transformers' setter would look for a flash package.
 No mask function is registered with it, which is transformers' sign that no mask is to be built.
@@ -6,23 +6,39 @@ No mask function is registered with it, which is transformers' sign that no mask
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedConfig
 
-from cbexp.engine.attention_paths import choose_attention_path, describe_attention_path  # noqa: F401
+from cbexp.engine.attention.reference import (
+    attend_plainly,
+    attend_with_sdpa,
+    paged_decode_reference,
+    read_spans,
+)
 from cbexp.engine.buffers import LayerPages
-from cbexp.engine.paged_attention_op import paged_decode_attention
-from cbexp.engine.sequence_spans import read_spans
+from cbexp.engine.operators import operator
 from cbexp.engine.types import EngineError, UnsupportedModelError
-from cbexp.engine.varlen_reference import attend_plainly, attend_with_sdpa
 
 # transformers' batching wants "flash" in the name of a maskless attention, and takes a digit after it for a version.
 ATTENTION_NAME = "cbexp_flash"
+
+AttentionPath = Literal["varlen", "per_sequence", "reference"]
+
+# What torch's FlashAttention kernels serve.
+VARLEN_DTYPES = (torch.float16, torch.bfloat16)
+VARLEN_MIN_CAPABILITY = (8, 0)
+VARLEN_MAX_HEAD_DIM = 256
+VARLEN_HEAD_DIM_MULTIPLE = 8
+
+# No field of a config tells that the heads have a learned sink.
+MODEL_TYPES_WITH_SINKS = frozenset({"flint", "gpt_oss", "granite_swa", "granitemoe_swa"})
 
 # torch 2.11 takes fewer key heads than query heads without being told.
 _GQA_FLAG: dict[str, Any] = (
@@ -37,6 +53,17 @@ class PackedLengths(NamedTuple):
     cumulative_k: Tensor
     max_q: int
     max_k: int
+
+
+@operator(paged_decode_reference, mutates_args={"pages"})
+def paged_decode_attention(*inputs: Any) -> Tensor:
+    """As `paged_decode_reference`, in one kernel.
+
+    An operator, since a compiler that sees it declares one mutation of `pages` instead of copying the cache.
+    """
+    from cbexp.engine.kernels import paged_attention  # late: needs Triton
+
+    return paged_attention.paged_decode_attention(*inputs)
 
 
 def attend(
@@ -63,38 +90,24 @@ def attend(
     window = sliding_window or 0
     if paged_layer is not None:
         _check_window(window, paged_layer.window)
-        positions = kwargs["positions"]
-        return _attend_paged(query, key, value, paged_layer, positions, scaling, softcap, s_aux), None
+        decoded: Tensor = paged_decode_attention(
+            query.squeeze(2),
+            key.squeeze(2),
+            value.squeeze(2),
+            paged_layer.pages,
+            paged_layer.block_table,
+            kwargs["positions"],
+            paged_layer.page_offset,
+            scaling,
+            window,
+            softcap or 0.0,
+            s_aux,
+        )
+        return decoded.unsqueeze(1), None
     lengths = packed_lengths(kwargs, "sliding_attention" if window else "full_attention")
     packed = query.squeeze(0), key.squeeze(0), value.squeeze(0)
     output = attend_packed(*packed, lengths, scaling, window, softcap, s_aux)
     return output.unsqueeze(0), None
-
-
-def _attend_paged(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layer: LayerPages,
-    positions: Tensor,
-    scaling: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    output: Tensor = paged_decode_attention(
-        query.squeeze(2),
-        key.squeeze(2),
-        value.squeeze(2),
-        layer.pages,
-        layer.block_table,
-        positions,
-        layer.page_offset,
-        scaling=scaling,
-        window=layer.window,
-        softcap=softcap or 0.0,
-        sinks=sinks,
-    )
-    return output.unsqueeze(1)
 
 
 def attend_packed(
@@ -165,6 +178,50 @@ def packed_lengths(kwargs: Mapping[str, Any], layer_type: str) -> PackedLengths:
         for value in (kwargs["cu_seq_lens_k"], kwargs["max_length_k"])
     )
     return PackedLengths(kwargs["cu_seq_lens_q"], cumulative_k, kwargs["max_length_q"], max_k)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def choose_attention_path(
+    device: torch.device, dtype: torch.dtype, head_dim: int, has_softcap: bool, has_sinks: bool
+) -> AttentionPath:
+    """The path of a prefill or mixed step.
+
+    "varlen": torch's variable-length attention, one kernel for all sequences (CUDA, half precision, capability >= 8.0).
+    "per_sequence": torch's scaled dot-product attention, sequence by sequence (CPU, fp32, older cards).
+    "reference": matrix products and a softmax, sequence by sequence (soft cap or attention sinks).
+    """
+    return _choose(device, dtype, head_dim, has_softcap, has_sinks)
+
+
+@functools.cache
+def _choose(
+    device: torch.device, dtype: torch.dtype, head_dim: int, has_softcap: bool, has_sinks: bool
+) -> AttentionPath:
+    if has_softcap or has_sinks:
+        return "reference"
+    serves_shape = head_dim <= VARLEN_MAX_HEAD_DIM and head_dim % VARLEN_HEAD_DIM_MULTIPLE == 0
+    if device.type != "cuda" or dtype not in VARLEN_DTYPES or not serves_shape:
+        return "per_sequence"
+    is_recent = torch.cuda.get_device_capability(device) >= VARLEN_MIN_CAPABILITY
+    return "varlen" if is_recent else "per_sequence"
+
+
+def describe_attention_path(
+    config: PreTrainedConfig, device: torch.device, dtype: torch.dtype
+) -> AttentionPath:
+    """The path that prefill and mixed steps of a model with `config` take, for the record of resolved settings."""
+    path: AttentionPath = choose_attention_path(
+        device,
+        dtype,
+        _head_dim(config),
+        has_softcap=getattr(config, "attn_logit_softcapping", None) is not None,
+        has_sinks=config.model_type in MODEL_TYPES_WITH_SINKS,
+    )
+    return path
+
+
+def _head_dim(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 AttentionInterface.register(ATTENTION_NAME, attend)
