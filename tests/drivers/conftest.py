@@ -19,10 +19,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from cbexp.drivers.base import ModelDriver
 from cbexp.drivers.generate import GenerateDriver
 from cbexp.drivers.manager import ManagerDriver
 from cbexp.engine import CBSyncConfig
+from cbexp.engine.model_driver import ModelDriver
 
 SHAPE = {
     "vocab_size": 97,
