@@ -31,7 +31,7 @@ def append_round(directory: RunDirectory, index: int, text: str = "six") -> None
     steps = [StepInfo("decode", 1, 2, 2, 0, None, 0.0, 0.5, 0, 2, 0.1)]
     record = metrics.summarize_round(index, False, 0.0, 1.0, requests, steps, None)
     rows = metrics.summarize_completions(index, completions, ids, [text, text], [True, False])
-    directory.append_round(record, requests, metrics.summarize_step_records(index, 0.0, steps), rows)
+    directory.append_round(record, requests, metrics.step_rows(index, 0.0, steps), rows)
 
 
 def read_status(path: Path) -> dict:

@@ -17,9 +17,9 @@ from cbexp.display import ProgressDisplay
 from cbexp.display.progress import REFRESH_INTERVAL_S
 from cbexp.display.units import format_bytes, format_number, format_seconds, format_share
 from cbexp.engine.types import StepInfo
-from cbexp.metrics import MemoryUse, RequestRecord, RoundRecord, RunFacts
+from cbexp.metrics import MemoryUse, RequestRecord, RoundRecord, RunDescription
 
-FACTS = RunFacts(
+FACTS = RunDescription(
     name="a-sweep-with-a-long-name",
     model="unsloth/Qwen3-4B-Base",
     dataset="dapo_math",
@@ -27,7 +27,6 @@ FACTS = RunFacts(
     device="cuda:0",
     dtype="bfloat16",
     compile_mode="max_autotune_no_cudagraphs",
-    compile_region="layer",
     fusion="projections",
     batch_shape="buckets",
     attn_impl="paged|flash_attention_2",
@@ -72,7 +71,7 @@ def round_of(requests: list[RequestRecord], wall_s: float = 0.5, is_warmup: bool
 
 
 def summary_of(
-    *reasons: str, facts: RunFacts = FACTS, has_stats: bool = False, **request_options: int
+    *reasons: str, facts: RunDescription = FACTS, has_stats: bool = False, **request_options: int
 ) -> dict:
     requests = [requests_of(index, *reasons, **request_options) for index in range(3)]
     rounds = [
@@ -210,7 +209,7 @@ def test_roofline_is_told_with_its_bandwidth(directory):
 
 
 def test_limits_of_the_prompts_own_are_told(directory):
-    facts = RunFacts(**(FACTS.to_dict() | {"is_fixed_length": True, "has_limits_per_prompt": True}))
+    facts = RunDescription(**(FACTS.to_dict() | {"is_fixed_length": True, "has_limits_per_prompt": True}))
     words = print_completed(summary_of("length", facts=facts), directory).words
     assert "12 output tokens a round, fixed lengths of up to 12" in words
 
@@ -265,7 +264,7 @@ def test_failed_and_lost_requests_are_loud(directory):
 
 
 def test_fixed_length_runs_say_so_and_name_short_requests(directory):
-    facts = RunFacts(**(FACTS.to_dict() | {"is_fixed_length": True}))
+    facts = RunDescription(**(FACTS.to_dict() | {"is_fixed_length": True}))
     assert (
         "24 output tokens a round, fixed length 12"
         in print_completed(summary_of("length", "length", facts=facts), directory).words

@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from cbexp.config import AdapterConfig, ModelConfig
+from cbexp.drivers.registry import DRIVERS
 from cbexp.errors import ConfigError, ModelError, NotApplicableError
 from cbexp.model import attention_choice
 from cbexp.model.attention_choice import resolve_attention, resolve_loaded_attention
@@ -119,15 +120,15 @@ def test_attention_auto_is_the_engines_own_for_the_synchronous_driver_alone():
     qwen3 = AutoConfig.for_model("qwen3")
     for device in (CPU, torch.device("cuda", 0)):
         for name in ("auto", "cbexp"):
-            choice = resolve_attention(name, "sync", qwen3, device, torch.float32)
+            choice = resolve_attention(name, DRIVERS["sync"], qwen3, device, torch.float32)
             assert (choice.implementation, choice.reason, choice.is_masked) == ("cbexp", None, False)
-    assert resolve_attention("sdpa", "sync", qwen3, CPU, torch.float32).implementation == "sdpa"
+    assert resolve_attention("sdpa", DRIVERS["sync"], qwen3, CPU, torch.float32).implementation == "sdpa"
     for driver in ("manager", "generate"):
-        assert resolve_attention("auto", driver, qwen3, CPU, torch.float32).implementation == "sdpa"
+        assert resolve_attention("auto", DRIVERS[driver], qwen3, CPU, torch.float32).implementation == "sdpa"
         with pytest.raises(
             ConfigError, match=f"attn_implementation=cbexp .* does not work with driver={driver}"
         ):
-            resolve_attention("cbexp", driver, qwen3, CPU, torch.float32)
+            resolve_attention("cbexp", DRIVERS[driver], qwen3, CPU, torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -149,10 +150,10 @@ def test_auto_is_the_managers_best_attention_that_is_installed(
         found = replace(package, is_available=lambda name=name: name in installed)
         monkeypatch.setitem(attention_choice.FLASH_PACKAGES, name, found)
     qwen3, cuda = AutoConfig.for_model("qwen3"), torch.device("cuda", 0)
-    choice = resolve_attention("auto", "manager", qwen3, cuda, dtype)
+    choice = resolve_attention("auto", DRIVERS["manager"], qwen3, cuda, dtype)
     assert choice.implementation == expected
     assert (choice.reason is None) == (expected == "sdpa")
-    assert resolve_attention("auto", "generate", qwen3, cuda, dtype).implementation == "sdpa"
+    assert resolve_attention("auto", DRIVERS["generate"], qwen3, cuda, dtype).implementation == "sdpa"
 
 
 def test_model_is_loaded_with_transformers_attention_when_the_engines_own_will_run():

@@ -21,6 +21,7 @@ from wandb.proto import wandb_internal_pb2
 
 from cbexp import metrics
 from cbexp.config import TrackingConfig
+from cbexp.engine import StepInfo
 from cbexp.metrics import RoundRecord
 from cbexp.tracking import Tracker, start_tracking
 
@@ -60,8 +61,8 @@ def a_round(index: int, is_warmup: bool = False) -> RoundRecord:
     return metrics.summarize_round(index, is_warmup, 0.0, 1.0 + index / 7, requests, [], None)
 
 
-def a_step(kind: str = "decode", num_steps: int = 1, duration_s: float = 1.0) -> metrics.StepRecord:
-    return metrics.StepRecord(0, 0, kind, num_steps, 1, num_steps, 0, None, 0.0, duration_s, 0, 0, 0.5)
+def a_step(kind: str = "decode", num_steps: int = 1, duration_s: float = 1.0) -> StepInfo:
+    return StepInfo(kind, num_steps, 1, num_steps, 0, None, 0.0, duration_s, 0, 0, 0.5)
 
 
 def a_summary(**values: object) -> dict:

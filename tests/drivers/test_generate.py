@@ -1,4 +1,4 @@
-"""What the generate peer sees of its steps, with worked numbers."""
+"""What the driver of `generate` sees of its steps, with worked numbers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from cbexp.peers.generate_steps import StepWatcher, describe_steps, trim_at_end
+from cbexp.drivers.generate import GenerateDriver, _describe_steps, _StepWatcher, _trim_at_end
+from tests.drivers.conftest import make_config
 
 
 @pytest.mark.parametrize(
@@ -23,13 +24,13 @@ from cbexp.peers.generate_steps import StepWatcher, describe_steps, trim_at_end
     ],
 )
 def test_trim_at_end(token_ids, limit, eos, kept, has_ended):
-    assert trim_at_end(token_ids, limit, eos) == (kept, has_ended)
+    assert _trim_at_end(token_ids, limit, eos) == (kept, has_ended)
 
 
 def test_steps_of_a_batch():
     # Prompts of 2 and 5 tokens; completions of 1 and 3; four steps ran, since another limit would have been 4.
     times = [(0.0, 1.0), (1.0, 1.5), (1.5, 2.0), (2.0, 2.25)]
-    steps = describe_steps(times, prompt_lengths=[2, 5], completion_lengths=[1, 3], num_waiting=6)
+    steps = _describe_steps(times, prompt_lengths=[2, 5], completion_lengths=[1, 3], num_waiting=6)
     assert [step.kind for step in steps] == ["prefill", "decode", "decode", "decode"]
     assert [step.num_requests for step in steps] == [2, 1, 1, 0]
     assert [step.num_tokens for step in steps] == [7, 1, 1, 0]
@@ -40,7 +41,7 @@ def test_steps_of_a_batch():
 
 
 def test_a_step_ends_where_the_next_forward_starts():
-    watcher = StepWatcher()
+    watcher = _StepWatcher()
     assert watcher.step_times_s == []
     assert watcher.last_seen_ids() == []
     watcher.on_forward(torch.nn.Identity(), ())
@@ -54,9 +55,7 @@ def test_a_step_ends_where_the_next_forward_starts():
     assert watcher.last_seen_ids() == [[4, 5]]
 
 
-def test_steps_of_a_drive_add_up(make_config, qwen3, prompts):
-    from cbexp.peers.generate import GenerateDriver
-
+def test_steps_of_a_drive_add_up(qwen3, prompts):
     driver = GenerateDriver(qwen3, make_config(max_requests_per_batch=4))
     driver.add_requests(prompts, max_new_tokens=[1, 2, 3, 4, 5, 6])
     completions = driver.drive_until_empty().values()

@@ -1,4 +1,4 @@
-"""Both peers give, token for token in fp32, what `generate` gives for each prompt alone."""
+"""Both drivers give, token for token in fp32, what `generate` gives for each prompt alone."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_generations_of_a_prompt_are_adjacent(make_driver, model, prompts, gener
 def test_eos_ends_a_request_and_is_part_of_it(make_driver, model, prompts, generate_alone):
     free = [generate_alone(model, prompt, 8) for prompt in prompts]
     eos = (free[0][2], free[2][4])
-    completions = drive(make_driver(model, eos_token_ids=eos), prompts)
+    completions = drive(make_driver(model, eos_token_id=eos), prompts)
     assert [c.completion_ids for c in completions] == [
         generate_alone(model, prompt, 8, eos) for prompt in prompts
     ]
@@ -70,7 +70,7 @@ def test_eos_ends_a_request_and_is_part_of_it(make_driver, model, prompts, gener
 
 def test_eos_as_the_last_allowed_token_counts_as_eos(make_driver, qwen3, prompts, generate_alone):
     last = generate_alone(qwen3, prompts[2], 3)
-    driver = make_driver(qwen3, eos_token_ids=(last[-1],))
+    driver = make_driver(qwen3, eos_token_id=(last[-1],))
     (completion,) = drive(driver, prompts[2:3], max_new_tokens=3)
     assert completion.finish_reason == "eos"
 
