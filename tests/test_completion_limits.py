@@ -19,9 +19,7 @@ from tests.model_fixtures import QWEN3
 DRAWN = SamplingConfig(max_new_tokens=8192, median_new_tokens=600)
 
 
-def experiment(
-    sampling: SamplingConfig, num_prompts: int = 3, seed: int = 0, **cache: int
-) -> ExperimentConfig:
+def experiment(sampling: SamplingConfig, num_prompts: int = 3, seed: int = 0) -> ExperimentConfig:
     config = ExperimentConfig(
         model=ModelConfig(name="test", init="random", architecture=QWEN3, device="cpu"),
         dataset=DatasetConfig(
@@ -55,16 +53,13 @@ def test_file_that_is_no_list_of_limits_is_refused(tmp_path, text):
         load_completion_limits(from_file(tmp_path, text))
 
 
-def test_file_that_is_not_there_is_refused(tmp_path):
+def test_file_that_is_not_there_or_has_another_number_of_limits_is_refused(tmp_path):
     config = experiment(SamplingConfig(max_new_tokens_file=str(tmp_path / "none.json")))
-    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+    with pytest.raises(ConfigError, match=r"none.json.* cannot be read: "):
         load_completion_limits(config)
-
-
-@pytest.mark.parametrize("num_prompts", [2, 4])
-def test_file_with_another_number_of_limits_is_refused(tmp_path, num_prompts):
-    with pytest.raises(ConfigError, match=f"has 3 limits, and dataset.num_prompts={num_prompts}"):
-        load_completion_limits(from_file(tmp_path, "[4, 90, 1]", num_prompts))
+    for num_prompts in (2, 4):
+        with pytest.raises(ConfigError, match=f"has 3 limits, and dataset.num_prompts={num_prompts}"):
+            load_completion_limits(from_file(tmp_path, "[4, 90, 1]", num_prompts))
 
 
 def test_drawn_limits_are_log_normal():
