@@ -30,7 +30,7 @@ from transformers import (
 )
 
 from cbexp.engine import CBSyncConfig, SyncCBDriver
-from cbexp.engine.fused_projections import ProjectionFusion
+from tests.engine.ulps import exact_linear
 
 torch.set_num_threads(1)
 
@@ -176,17 +176,12 @@ def make_driver() -> Iterator[Callable[..., SyncCBDriver]]:
 
 
 @pytest.fixture
-def fused() -> Iterator[Callable[..., ProjectionFusion]]:
-    """Build projection fusions that are taken apart at the end."""
-    fusions: list[ProjectionFusion] = []
+def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """References and models take `exact_linear` for their matrix products.
 
-    def make(model: PreTrainedModel, cls: type[ProjectionFusion] = ProjectionFusion) -> ProjectionFusion:
-        fusions.append(cls(model))
-        return fusions[-1]
-
-    yield make
-    for fusion in fusions:
-        fusion.close()
+    What is left of half precision are single sums and products, which IEEE 754 defines.
+    """
+    monkeypatch.setattr(torch.nn.functional, "linear", exact_linear)
 
 
 @pytest.fixture

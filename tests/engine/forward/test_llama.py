@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
 import torch
 from torch.nn import functional
 
-from cbexp.engine import fused_layers, fused_ops
-from cbexp.engine.attention import ATTENTION_NAME
-from cbexp.engine.buffers import allocate_buffers
-from cbexp.engine.fused_forward import FusedForward
-from cbexp.engine.fused_layers import read_fused_model, why_not_fused
-from cbexp.engine.fused_weights import FusedWeights
-from cbexp.engine.model_forward import ModelForward
-from cbexp.engine.buffers import PagePool
+from cbexp.engine.forward import PlainForward, ops
 from cbexp.engine.sampling import advance, choose_best
-from tests.engine.fused_kernel_cases import EPS, randn, rotary_tables
-from tests.engine.fused_model_cases import (
+from tests.engine.forward.models import (
     HEAD_DIM,
-    MAX_POSITIONS,
     NUM_KV_HEADS,
     NUM_LAYERS,
-    PAGE_SIZE,
     build,
+    build_buffers,
+    fused_forward,
 )
+from tests.engine.kernels.cases import EPS, randn, rotary_tables
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -75,58 +66,6 @@ def model(request):
     return build(family, **changes)
 
 
-@pytest.fixture
-def fuse():
-    """The fused forward of a model over `buffers`; the weights are taken apart after the test."""
-    fused_weights = []
-
-    def make(model, buffers):
-        assert why_not_fused(model) is None
-        weights = FusedWeights(model)
-        fused_weights.append(weights)
-        weights.refresh()
-        fused = read_fused_model(model, weights, MAX_POSITIONS)
-        return FusedForward(fused, buffers.layers)
-
-    yield make
-    for weights in fused_weights:
-        weights.close()
-
-
-def layer_windows(config):
-    """Of each layer, as transformers' cache and model code read the config."""
-    window = getattr(config, "sliding_window", None) or 0
-    types = getattr(config, "layer_types", None)
-    if types is None:
-        return [window] * NUM_LAYERS
-    return [window if kind == "sliding_attention" else 0 for kind in types]
-
-
-def build_buffers(model, num_rows, max_burst):
-    """Every slot holds NaN; blocks are shuffled among the rows."""
-    windows = layer_windows(model.config)
-    pools = {}
-    for window in sorted(set(windows)):
-        layers = tuple(index for index, own in enumerate(windows) if own == window)
-        width = -(-min(MAX_POSITIONS, window or MAX_POSITIONS) // PAGE_SIZE)
-        pages_per_block = 2 * len(layers)
-        shape = ((num_rows * width + 1) * pages_per_block, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM)
-        pages = torch.full(shape, float("nan"), dtype=model.dtype)
-        pools[str(window)] = PagePool(layers, pages, pages_per_block, 0, width, window)
-    buffers = allocate_buffers(
-        pools,
-        max_rows=num_rows,
-        max_burst=max_burst,
-        eos_token_ids=(),
-        device=torch.device("cpu"),
-    )
-    generator = torch.Generator().manual_seed(2)
-    for name, pool in pools.items():
-        blocks = 1 + torch.randperm(num_rows * pool.table_width, generator=generator)
-        buffers.block_tables[name].copy_((blocks * pool.pages_per_block).view(num_rows, pool.table_width))
-    return buffers
-
-
 def assert_same_pages(buffers, others):
     for layer, other in zip(buffers.layers, others.layers, strict=True):
         torch.testing.assert_close(layer.pages, other.pages, **TOLERANCE, equal_nan=True)
@@ -136,13 +75,12 @@ def assert_same_pages(buffers, others):
 
 
 @torch.no_grad()
-def test_decode_steps_equal_the_models_own_code(model, fuse):
+def test_decode_steps_equal_the_models_own_code(model):
     """Rows of one token that grow past every window; one of them ends early, one was never there."""
     num_rows, num_steps = 5, 30
-    model.config._attn_implementation = ATTENTION_NAME
     own_buffers, fused_buffers = (build_buffers(model, num_rows, num_steps) for _ in range(2))
-    own = ModelForward(model, own_buffers.layers)
-    fused = fuse(model, fused_buffers)
+    own = PlainForward(model, own_buffers.layers)
+    fused = fused_forward(model, fused_buffers)
     for buffers in (own_buffers, fused_buffers):
         buffers.token_ids.copy_(torch.tensor([3, 96, 0, 41, 7]))
         buffers.positions.copy_(torch.tensor([0, 0, -1, 0, 0]))
@@ -167,27 +105,26 @@ def test_decode_steps_equal_the_models_own_code(model, fuse):
 
 
 @torch.no_grad()
+@pytest.mark.usefixtures("exact_products")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision_is_as_close_as_the_models_own_code(dtype, fuse):
+def test_half_precision_is_as_close_as_the_models_own_code(dtype):
     model = build("Qwen3")
-    model.config._attn_implementation = ATTENTION_NAME
     inputs = torch.tensor([3, 96, 0]), torch.zeros(3, dtype=torch.int32)
-    exact = ModelForward(model, build_buffers(model, 3, 1).layers).logits(*inputs)
+    exact = PlainForward(model, build_buffers(model, 3, 1).layers).logits(*inputs)
     model.to(dtype)
-    own_error = ModelForward(model, build_buffers(model, 3, 1).layers).logits(*inputs) - exact
+    own_error = PlainForward(model, build_buffers(model, 3, 1).layers).logits(*inputs) - exact
     buffers = build_buffers(model, 3, 1)
-    logits = fuse(model, buffers).logits(*inputs)
+    logits = fused_forward(model, buffers).logits(*inputs)
     assert logits.dtype == dtype
     assert (logits - exact).abs().mean() <= 1.25 * own_error.abs().mean()
 
 
 @torch.no_grad()
-def test_weights_written_in_place_are_read_at_the_next_step(fuse):
+def test_weights_written_in_place_are_read_at_the_next_step():
     model = build("Llama")
-    model.config._attn_implementation = ATTENTION_NAME
     inputs = torch.tensor([3, 96]), torch.zeros(2, dtype=torch.int32)
     own_buffers, fused_buffers = (build_buffers(model, 2, 1) for _ in range(2))
-    own, fused = ModelForward(model, own_buffers.layers), fuse(model, fused_buffers)
+    own, fused = PlainForward(model, own_buffers.layers), fused_forward(model, fused_buffers)
     before = fused.logits(*inputs)
     for parameter in model.parameters():
         parameter.mul_(0.5)
@@ -195,15 +132,6 @@ def test_weights_written_in_place_are_read_at_the_next_step(fuse):
     assert not torch.allclose(before, after)
     torch.testing.assert_close(after, own.logits(*inputs), **TOLERANCE)
     assert_same_pages(fused_buffers, own_buffers)
-
-
-def test_the_weights_are_not_copied(fuse):
-    model = build("Qwen2")
-    fused = fuse(model, build_buffers(model, 1, 1))._model
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    held = [fused.embedding, fused.first_norm, fused.head]
-    held += [value for layer in fused.layers for value in vars(layer).values() if value is not None]
-    assert {tensor.untyped_storage().data_ptr() for tensor in held} == parameters
 
 
 # Whole drives: prompts through transformers' batches, then bursts
@@ -238,7 +166,7 @@ def test_a_drive_asks_nothing_of_the_models_own_code(make_driver_anywhere, make_
 
 
 @torch.no_grad()
-def test_traced_as_one_graph_for_all_batch_sizes(fuse):
+def test_traced_as_one_graph_for_all_batch_sizes():
     model = build("Qwen3")
     graphs = []
 
@@ -247,7 +175,7 @@ def test_traced_as_one_graph_for_all_batch_sizes(fuse):
         return graph.forward
 
     plain_buffers, compiled_buffers = (build_buffers(model, 6, 1) for _ in range(2))
-    plain, traced = fuse(model, plain_buffers), fuse(model, compiled_buffers)
+    plain, traced = fused_forward(model, plain_buffers), fused_forward(model, compiled_buffers)
     torch._dynamo.reset()
     compiled = torch.compile(traced.__call__, fullgraph=True, backend=backend)
     for num_rows in (2, 3, 6):
@@ -264,28 +192,21 @@ def test_traced_as_one_graph_for_all_batch_sizes(fuse):
     torch._dynamo.reset()
 
 
-HIDDEN, HEADS = 32, 4
-WIDTH = (HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
-X, QKV, NORM = randn(3, HIDDEN), randn(WIDTH, HIDDEN, seed=1), torch.ones(HIDDEN)
-HEAD_NORM, BIAS, POSITIONS = torch.ones(HEAD_DIM), randn(WIDTH), torch.tensor([5, -1, 0], dtype=torch.int32)
-ROTARY = rotary_tables(8, HEAD_DIM, torch.float32)
-ROTATED = (X, QKV, BIAS, POSITIONS, *ROTARY, HEAD_NORM, HEAD_NORM)
+HIDDEN = 32
+X, NORM, HEAD_NORM = randn(3, HIDDEN), torch.ones(HIDDEN), torch.ones(HEAD_DIM)
+QKV = [randn(heads * HEAD_DIM, HIDDEN, seed=heads) for heads in (4, NUM_KV_HEADS, NUM_KV_HEADS)]
+BIASES = [randn(len(weight)) for weight in QKV]
+POSITIONS = torch.tensor([5, -1, 0], dtype=torch.int32)
+ROTATED = (X, QKV, BIASES, POSITIONS, *rotary_tables(8, HEAD_DIM, torch.float32), HEAD_NORM, HEAD_NORM)
 PAGES = (randn(9, 4, NUM_KV_HEADS, HEAD_DIM), torch.arange(6, dtype=torch.int32).view(3, 2) % 4 * 2)
+OFFSET_AND_ARRIVALS = torch.tensor(1, dtype=torch.int32), torch.zeros(6, dtype=torch.int32)
 OPERATORS = {
+    "joint_linear": (randn(2, 5, HIDDEN), QKV, BIASES),
     "embed_norm": (torch.tensor([1, 5, 0]), randn(7, HIDDEN), NORM, EPS),
-    "rotated_projection": (*ROTATED, EPS, HEADS, NUM_KV_HEADS),
-    "attend_new_token": (
-        *ROTATED,
-        *PAGES,
-        torch.tensor(1, dtype=torch.int32),
-        torch.zeros(6, dtype=torch.int32),
-        EPS,
-        0.25,
-        0,
-        HEADS,
-    ),
+    "rotated_projection": (*ROTATED, EPS),
+    "attend_new_token": (*ROTATED, *PAGES, *OFFSET_AND_ARRIVALS, EPS, 0.25, 0),
     "project_add_norm": (X, randn(HIDDEN, HIDDEN), NORM, X, NORM, EPS),
-    "gated_projection": (X, randn(80, HIDDEN)),
+    "gated_projection": (X, randn(40, HIDDEN), randn(40, HIDDEN, seed=1)),
     "best_tokens": (X, randn(97, HIDDEN)),
 }
 
@@ -293,22 +214,15 @@ OPERATORS = {
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operators_declare_what_they_do(name):
     """Shapes, mutations and aliases, as torch checks them."""
-    torch.library.opcheck(
-        getattr(fused_ops, name), OPERATORS[name], test_utils=("test_schema", "test_faketensor")
-    )
+    torch.library.opcheck(getattr(ops, name), OPERATORS[name], test_utils=("test_schema", "test_faketensor"))
 
 
 def test_the_best_logit_is_float32_whatever_the_weights_are():
-    x, weight = (tensor.bfloat16() for tensor in OPERATORS["best_tokens"])
-    torch.library.opcheck(fused_ops.best_tokens, (x, weight), test_utils=("test_schema", "test_faketensor"))
+    # Whole numbers, whose sums no order of summation rounds.
+    x, weight = (tensor.round().bfloat16() for tensor in OPERATORS["best_tokens"])
+    torch.library.opcheck(ops.best_tokens, (x, weight), test_utils=("test_schema", "test_faketensor"))
     logits = functional.linear(x, weight)
-    next_ids, best_logits = fused_ops.best_tokens(x, weight)
+    next_ids, best_logits = ops.best_tokens(x, weight)
     assert next_ids.equal(logits.argmax(-1))
     assert best_logits.dtype == torch.float32
     assert best_logits.equal(logits.float().amax(-1))
-
-
-def test_every_field_of_a_layer_is_a_tensor_of_the_model():
-    """What `read_fused_model` marks as static and what graphs bake in."""
-    annotations = inspect.get_annotations(fused_layers.FusedLayer, eval_str=True)
-    assert set(annotations.values()) <= {torch.Tensor, torch.Tensor | None}

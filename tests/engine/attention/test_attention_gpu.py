@@ -7,10 +7,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from cbexp.engine.attention import attend
-from cbexp.engine.attention_paths import choose_attention_path
-from cbexp.engine.sequence_spans import read_spans
-from cbexp.engine.varlen_reference import attend_plainly
+from cbexp.engine.attention import attend_plainly, read_spans
+from cbexp.engine.attention.attention import attend, choose_attention_path
 
 pytestmark = pytest.mark.gpu
 

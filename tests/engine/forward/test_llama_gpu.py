@@ -41,9 +41,7 @@ def test_rows_advance_as_in_plain_torch(rows):
 
     start = {"token_ids": draw(10), "positions": draw(30, -3).clamp(min=-1), "remaining": draw(5)}
     plain, own = (
-        allocate_buffers(
-            {}, max_rows=1030, max_burst=6, eos_token_ids=(2, 5), device=torch.device(device)
-        )
+        allocate_buffers({}, max_rows=1030, max_burst=6, eos_token_ids=(2, 5), device=torch.device(device))
         for device in ("cpu", DEVICE)
     )
     for buffers in (plain, own):

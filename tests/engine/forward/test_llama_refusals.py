@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from cbexp.engine import EngineError
-from cbexp.engine.fused_layers import why_not_fused
-from tests.engine.fused_model_cases import (
-    HEAD_DIM,
-    NUM_KV_HEADS,
-    SHAPE,
-    build,
-)
+from cbexp.engine.forward.llama import why_not_llama
+from tests.engine.forward.models import HEAD_DIM, NUM_KV_HEADS, SHAPE, build
 
 
 def with_lora():
@@ -101,8 +97,8 @@ def some_biases(model, layer):
     layer.self_attn.k_proj.bias = nn.Parameter(torch.zeros(NUM_KV_HEADS * HEAD_DIM))
 
 
-def tied_projections(model, layer):
-    layer.self_attn.k_proj.weight = layer.self_attn.v_proj.weight
+def transposed(model, layer):
+    layer.self_attn.o_proj.weight.data = layer.self_attn.o_proj.weight.data.t().contiguous().t()
 
 
 class Qwen3ForCausalLM(transformers.Qwen3ForCausalLM):
@@ -141,20 +137,13 @@ REFUSED = {
     "all in float64": (lambda: build().to(torch.float64), "its dtype is torch.float64"),
     "norms in float32": (changed(norms_in_float32), "differ in dtype: torch.bfloat16, torch.float32"),
     "a parameter of another kind": (changed(other_parameter), r"o_proj\.weight is a Packed"),
-    "projections that share a weight": (changed(tied_projections), "is shared with another parameter"),
+    "a weight that is transposed": (changed(transposed), r"o_proj\.weight is not contiguous"),
 }
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_fused_is_told_why(name):
-    make, reason = REFUSED[name]
-    told = why_not_fused(make())
-    assert told is not None
-    with pytest.raises(ValueError, match=reason):
-        raise ValueError(told)
-
-
-def test_a_driver_that_is_to_fuse_what_cannot_be_fused_refuses(make_driver_anywhere):
-    with pytest.raises(EngineError, match=r"fusion='layers' is impossible: its activation is gelu"):
-        make_driver_anywhere(build(hidden_act="gelu"), fusion="layers", num_blocks=20).warmup()
+@pytest.mark.parametrize(("make", "reason"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_fused_is_told_why(make, reason):
+    problem = why_not_llama(make())
+    assert problem is not None
+    assert re.search(reason, problem)

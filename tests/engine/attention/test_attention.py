@@ -15,18 +15,10 @@ from transformers import AttentionInterface, AutoConfig
 from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.gpt_oss import modeling_gpt_oss
 
-from cbexp.engine import (
-    EngineError,
-    UnsupportedModelError,
-    attention,
-    attention_paths,
-    sequence_spans,
-    varlen_reference,
-)
-from cbexp.engine.attention import ATTENTION_NAME
-from cbexp.engine.attention_paths import choose_attention_path, describe_attention_path
-from cbexp.engine.model_forward import ModelForward
+from cbexp.engine import EngineError, UnsupportedModelError
+from cbexp.engine.attention import ATTENTION_NAME, attention, describe_attention_path, read_spans, reference
 from cbexp.engine.buffers import LayerPages
+from cbexp.engine.forward import PlainForward
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 16
 SCALING = HEAD_DIM**-0.5
@@ -77,9 +69,9 @@ def attend_eagerly(query, key, value, lengths, window, softcap, sinks):
     [(None, None), (0.5, None), (None, torch.tensor([0.0, 3.0, -2.0, 8.0]))],
     ids=["plain", "softcap", "sinks"],
 )
-@pytest.mark.parametrize("max_scores", [varlen_reference.MAX_SCORES, 150])
+@pytest.mark.parametrize("max_scores", [reference.MAX_SCORES, 150])
 def test_packed_sequences_equal_transformers_eager(monkeypatch, window, softcap, sinks, max_scores):
-    monkeypatch.setattr(varlen_reference, "MAX_SCORES", max_scores)
+    monkeypatch.setattr(reference, "MAX_SCORES", max_scores)
     packed = packed_batch()
     output, weights = attention.attend(
         None,
@@ -184,11 +176,11 @@ def test_varlen_traces_as_one_graph(varlen_calls):
 @pytest.fixture
 def capability(monkeypatch):
     def set_capability(*version):
-        attention_paths._choose.cache_clear()
+        attention._choose.cache_clear()
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: version)
 
     yield set_capability
-    attention_paths._choose.cache_clear()
+    attention._choose.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -208,7 +200,7 @@ def capability(monkeypatch):
 )
 def test_the_path_of_a_device_and_a_model(capability, device, dtype, head_dim, softcap, sinks, version, path):
     capability(*(version or ()))
-    assert choose_attention_path(device, dtype, head_dim, softcap, sinks) == path
+    assert attention.choose_attention_path(device, dtype, head_dim, softcap, sinks) == path
 
 
 @pytest.mark.parametrize(
@@ -237,7 +229,7 @@ def test_every_model_type_with_sinks_is_known():
         for path in models.glob("*/modeling_*.py")
         if re.search(r"s_aux=self\.sinks", path.read_text(encoding="utf-8"))
     }
-    assert with_sinks == attention_paths.MODEL_TYPES_WITH_SINKS | elsewhere
+    assert with_sinks == attention.MODEL_TYPES_WITH_SINKS | elsewhere
 
 
 # Inside transformers
@@ -270,7 +262,7 @@ def test_decode_steps_equal_generate(new_model, make_prompts, reference, family)
     prompts = make_prompts((25, 18))
     expected = [reference(family, prompt, num_new) for prompt in prompts]
     model.config._attn_implementation = ATTENTION_NAME
-    forward = ModelForward(model, paged_layers(model, len(prompts), num_tokens=25 + num_new))
+    forward = PlainForward(model, paged_layers(model, len(prompts), num_tokens=25 + num_new))
     tokens = [list(prompt) for prompt in prompts]
     for position in range(25 + num_new - 1):
         is_active = [position < len(prompt) + num_new - 1 for prompt in prompts]
@@ -289,9 +281,9 @@ def test_decode_traces_as_one_graph(new_model):
     model.config._attn_implementation = ATTENTION_NAME
     inputs = torch.tensor([5, 6]), torch.tensor([0, -1], dtype=torch.int32)
     layers = paged_layers(model, num_rows=2, num_tokens=8)
-    compiled = torch.compile(ModelForward(model, layers).logits, backend="eager", fullgraph=True)
+    compiled = torch.compile(PlainForward(model, layers).logits, backend="eager", fullgraph=True)
     with torch.no_grad():
-        torch.testing.assert_close(compiled(*inputs), ModelForward(model, layers).logits(*inputs))
+        torch.testing.assert_close(compiled(*inputs), PlainForward(model, layers).logits(*inputs))
 
 
 def test_a_window_that_the_model_does_not_pass_is_refused(new_model):
@@ -299,7 +291,7 @@ def test_a_window_that_the_model_does_not_pass_is_refused(new_model):
     layers = [replace(layer, window=0) for layer in paged_layers(model, num_rows=1, num_tokens=1)]
     model.config._attn_implementation = ATTENTION_NAME
     with pytest.raises(UnsupportedModelError, match=r"over a window of 16 tokens, while .* keeps all tokens"):
-        ModelForward(model, layers)(torch.tensor([1]), torch.tensor([0], dtype=torch.int32))
+        PlainForward(model, layers)(torch.tensor([1]), torch.tensor([0], dtype=torch.int32))
 
 
 def test_a_call_without_a_paged_cache_is_told_why(new_model):
@@ -310,7 +302,7 @@ def test_a_call_without_a_paged_cache_is_told_why(new_model):
 
 
 def test_spans_leave_out_sequences_without_queries():
-    spans = sequence_spans.read_spans(torch.tensor([0, 2, 2, 3]), torch.tensor([0, 5, 5, 9]))
+    spans = read_spans(torch.tensor([0, 2, 2, 3]), torch.tensor([0, 5, 5, 9]))
     assert [(s.queries, s.keys, s.num_past) for s in spans] == [
         (slice(0, 2), slice(0, 5), 3),
         (slice(2, 3), slice(5, 9), 3),

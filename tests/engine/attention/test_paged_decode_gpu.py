@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
-from cbexp.engine.attention_reference import paged_decode_reference
-from tests.engine.paged_attention_cases import build_case, run_operator
+from cbexp.engine.attention import paged_decode_attention, paged_decode_reference
+from tests.engine.kernels.cases import build_paged_case
 
 pytestmark = pytest.mark.gpu
 
@@ -29,10 +29,10 @@ def random_positions(rows, longest, seed=0):
 
 def build(positions, **options):
     defaults = {"heads": 32, "kv_heads": 8, "head_dim": 128, "page_size": 256, "dtype": torch.bfloat16}
-    return build_case(positions, device="cuda", **(defaults | options))
+    return build_paged_case(positions, device="cuda", **(defaults | options))
 
 
-def check(case, attend=run_operator, **more):
+def check(case, attend=paged_decode_attention, **more):
     expected, expected_pages = case.run(paged_decode_reference)
 
     output, pages = case.run(attend, **more)
@@ -101,7 +101,7 @@ def test_any_number_of_splits(num_splits):
 
 def test_every_tile():
     """Of which some are longer than a page."""
-    from cbexp.engine.kernels.attention_tiles import TILES
+    from cbexp.engine.kernels.tiles import TILES
     from cbexp.engine.kernels.paged_attention import paged_decode_attention
 
     for tile in TILES:
@@ -112,10 +112,10 @@ def test_every_tile():
 @pytest.mark.parametrize("rows", [3, 64])
 def test_a_nan_stays_in_its_row(rows):
     case = build([700] * rows)
-    clean, _ = case.run(run_operator)
+    clean, _ = case.run(paged_decode_attention)
     case.key[1] = float("nan")
 
-    output, _ = case.run(run_operator)
+    output, _ = case.run(paged_decode_attention)
 
     assert output[1].isnan().all()
     others = [row for row in range(rows) if row != 1]
@@ -135,7 +135,7 @@ def test_a_cache_of_more_elements_than_32_bits_count():
     table = case.block_table + (num_pages - len(case.pages))
 
     tensors = (case.query, case.key, case.value, pages, table, case.positions, case.page_offset)
-    output = run_operator(*tensors, **case.options)
+    output = paged_decode_attention(*tensors, **case.options)
 
     torch.testing.assert_close(output, expected, **TOLERANCES[output.dtype])
     torch.testing.assert_close(tail, expected_pages, rtol=0, atol=0, equal_nan=True)
@@ -154,11 +154,11 @@ def test_a_captured_graph_holds_for_other_positions_and_tables(rows):
         case.page_offset,
     )
     pages = case.pages.clone()
-    run_operator(*tensors, **case.options)
+    paged_decode_attention(*tensors, **case.options)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        output = run_operator(*tensors, **case.options)
+        output = paged_decode_attention(*tensors, **case.options)
 
     for seed in (1, 2):
         case.pages.copy_(pages)
@@ -189,7 +189,7 @@ def test_steps_in_a_row_read_what_the_one_before_wrote(rows):
         return torch.stack(outputs)
 
     expected = run(paged_decode_reference, case.pages.clone())
-    run(run_operator, case.pages.clone())  # compiles
-    output = run(run_operator, case.pages.clone())
+    run(paged_decode_attention, case.pages.clone())  # compiles
+    output = run(paged_decode_attention, case.pages.clone())
 
     torch.testing.assert_close(output, expected, **TOLERANCES[torch.bfloat16])
