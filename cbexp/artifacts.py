@@ -12,7 +12,7 @@ from typing import Any
 from cbexp.config import ArtifactsConfig
 from cbexp.errors import ResultsError
 from cbexp.files import append_bytes, check_writable, describe_failure, read_jsonl, replace_text
-from cbexp.metrics import RequestRecord, RoundRecord, StepRecord
+from cbexp.metrics import RequestRecord, RoundRecord
 from cbexp.run_status import (
     STATUS,
     SUMMARY,
@@ -73,14 +73,14 @@ class RunDirectory:
         self,
         record: RoundRecord,
         requests: Sequence[RequestRecord],
-        steps: Sequence[StepRecord],
+        steps: Sequence[Mapping[str, Any]],
         completions: Sequence[Mapping[str, Any]],
     ) -> None:
         """Append a round's records; `completions` are rows, of which as many are kept as `artifacts.completions` says.
 
         The round's own line comes last: where it is, the others are complete.
         """
-        self._append(STEPS, [step.to_dict() for step in steps])
+        self._append(STEPS, steps)
         self.append_interrupted_round(requests, completions)
         self._append(ROUNDS, [record.to_dict()])
         self._num_rounds += 1

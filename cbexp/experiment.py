@@ -24,10 +24,10 @@ from cbexp.environment import (
     seed_everything,
 )
 from cbexp.errors import CbexpError, ConfigError, MemoryBudgetError, NotApplicableError, ResultsError
-from cbexp.factory import RunPlan, build_plan, summarize_dry_run
 from cbexp.job import Job
 from cbexp.model.memory import format_gib
-from cbexp.planning.plan import what_to_lower
+from cbexp.planning.dry_run import summarize_dry_run
+from cbexp.planning.plan import RunPlan, build_plan, what_to_lower
 from cbexp.tracking import start_tracking
 
 BadEnd = Literal["failed", "out_of_memory", "interrupted", "not_applicable"]
@@ -117,7 +117,7 @@ def _run_tracked(
         display.print_plan(plan)
         display.print_line(tracker.description)
         prepared_s = time.perf_counter()
-        with Job(config, plan, directory, tracker, display) as job, _explaining_memory(plan):
+        with Job(plan, directory, tracker, display) as job, _explaining_memory(plan):
             summary = _run_job(job, display)
         summary["tracking"] = tracker.description
         summary["durations_s"] |= {"prepare": prepared_s - start_s, "total": time.perf_counter() - start_s}
@@ -137,7 +137,7 @@ def _explaining_memory(plan: RunPlan) -> Iterator[None]:
         cache = f"{plan.cache_tokens:,} tokens" if plan.cache_tokens is not None else "sized for the round"
         raise MemoryBudgetError(
             f"{plan.device} ran out of memory with {format_gib(plan.weights.num_bytes)} of weights, a cache {cache}, "
-            f"{plan.max_requests_per_batch} requests and {plan.max_batch_tokens} tokens a step. "
+            f"{plan.max_requests_per_batch} requests and {plan.config.cache.max_batch_tokens} tokens a step. "
             f"Lower {what_to_lower(plan)}. PyTorch says: {str(error).splitlines()[0]}"
         ) from error
 

@@ -1,51 +1,24 @@
-"""Builds what a job runs with: the plan, the ids that end a completion, and the driver with its cache."""
+"""Builds what a job runs with: the ids that end a completion, and the driver with its cache."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import transformers
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from cbexp.config import ExperimentConfig
 from cbexp.dataset.prompts import PromptSet
-from cbexp.engine import CBSyncConfig, OnStep, RolloutDriver, SyncCBDriver, check_transformers_version
+from cbexp.drivers.inputs import DriverInputs
+from cbexp.engine import OnStep, RolloutDriver, check_transformers_version
 from cbexp.errors import ConfigError
 from cbexp.model.loading import LoadedModel
 from cbexp.model.memory import free_memory_bytes
-from cbexp.peers.base import PeerConfig
-from cbexp.peers.generate import GenerateDriver
-from cbexp.peers.manager import ManagerDriver
-from cbexp.peers.vllm_driver import VllmDriver
-from cbexp.planning.cache_sizing import (
-    CacheSize,
-    check_prompt_lengths,
-    full_lengths,
-    max_requests_in_memory,
-    size_cache,
-)
-from cbexp.planning.compile_cache import compile_environment, describe_compile_cache, explaining_full_cache
-from cbexp.planning.compile_choice import ENGINE_MODES
-from cbexp.planning.dry_run import DryRunReport, summarize_dry_run
-from cbexp.planning.plan import RunPlan, build_plan
-from cbexp.planning.roofline import measure_roofline
-from cbexp.planning.vllm_settings import build_vllm_config
-
-__all__ = [
-    "DryRunReport",
-    "RunPlan",
-    "build_driver",
-    "build_plan",
-    "build_vllm_driver",
-    "compile_environment",
-    "describe_compile_cache",
-    "explaining_full_cache",
-    "measure_roofline",
-    "resolve_stop_ids",
-    "summarize_dry_run",
-]
+from cbexp.planning.cache_sizing import check_prompt_lengths, max_requests_in_memory, size_cache
+from cbexp.planning.plan import RunPlan
 
 
 def resolve_stop_ids(
@@ -76,113 +49,60 @@ def resolve_stop_ids(
 
 
 def build_driver(
-    config: ExperimentConfig,
     plan: RunPlan,
     loaded: LoadedModel,
     prompts: PromptSet,
     eos_token_ids: tuple[int, ...],
     pad_token_id: int,
+    *,
     on_step: OnStep | None = None,
+    log_path: Path | None = None,
+    on_progress: Callable[[str], None] = lambda _: None,
 ) -> RolloutDriver:
-    """Return the driver of `plan` (any but vllm) on the loaded model, its cache and batches sized for `prompts`.
+    """Return the driver of `plan` on the loaded model, its cache and batches sized for `prompts`.
 
-    `on_step` is called by the synchronous driver; the others cannot see their steps while they run.
+    `on_step` is called by the synchronous driver; the others cannot see their steps while they run. A driver with a
+    process of its own logs to `log_path`, is started by its `warmup` and tells `on_progress` of it.
 
     Raises:
         ConfigError: a prompt is too long for the model or for the cache that was asked for.
         MemoryBudgetError: what a round needs at least does not fit the free memory.
+        ModelError: the model's files are not there and cannot be fetched.
         EngineError: the driver does not take this model or these settings.
     """
     lengths = [len(ids) for ids in prompts.prompt_ids]
     check_prompt_lengths(plan, lengths)
-    free_bytes = free_memory_bytes(plan.device)
-    if plan.driver == "generate":
-        num_rows = max_requests_in_memory(plan, lengths, free_bytes)
-        size = CacheSize(
-            num_blocks=0, max_batch_tokens=plan.max_batch_tokens, max_requests_per_batch=num_rows
-        )
-        return GenerateDriver(loaded.model, _peer_config(plan, size, lengths, eos_token_ids, pad_token_id))
-    size = size_cache(plan, lengths, config.dataset.num_generations, _slack_blocks(plan), free_bytes)
-    if plan.driver == "manager":
-        return ManagerDriver(loaded.model, _peer_config(plan, size, lengths, eos_token_ids, pad_token_id))
-    # An empty generation config: nothing of the model's own may leak in.
-    settings = _sync_config(config, plan, size, eos_token_ids, pad_token_id, on_step)
-    if plan.decode is not None:
-        settings = dataclasses.replace(settings, **vars(plan.decode))
-    return SyncCBDriver(loaded.model, GenerationConfig(), settings)
-
-
-def build_vllm_driver(
-    config: ExperimentConfig,
-    plan: RunPlan,
-    prompts: PromptSet,
-    eos_token_ids: tuple[int, ...],
-    log_path: Path,
-    on_progress: Callable[[str], None],
-) -> RolloutDriver:
-    """Return the driver of `plan` whose vLLM logs to `log_path` and is started by its `warmup`.
-
-    Raises:
-        ConfigError: a prompt is too long for the model or the cache, or vLLM's interpreter or path is not there.
-        ModelError: the model's files are not there and cannot be fetched.
-    """
-    lengths = [len(ids) for ids in prompts.prompt_ids]
-    check_prompt_lengths(plan, lengths)
-    return VllmDriver(build_vllm_config(config, plan, lengths, eos_token_ids, log_path), on_progress)
-
-
-def _sync_config(
-    config: ExperimentConfig,
-    plan: RunPlan,
-    size: CacheSize,
-    eos_token_ids: tuple[int, ...],
-    pad_token_id: int,
-    on_step: OnStep | None,
-) -> CBSyncConfig:
-    compile_mode, cuda_graph = ENGINE_MODES[plan.compile_mode]
-    return CBSyncConfig(
-        max_new_tokens=plan.max_new_tokens,
+    settings = replace(
+        plan.settings,
         eos_token_id=eos_token_ids,
         pad_token_id=pad_token_id,
-        attn_implementation=plan.attention.implementation,
-        compile_mode=compile_mode,
-        cuda_graph=cuda_graph,
-        recompile_limit=None if compile_mode is None else config.compile.recompile_limit,
-        page_size=plan.page_size,
-        num_blocks=size.num_blocks,
-        max_batch_tokens=size.max_batch_tokens,
-        max_requests_per_batch=size.max_requests_per_batch,
-        allow_block_sharing=plan.block_sharing,
-        scheduler=plan.scheduler,
         on_step=on_step,
+        **({} if plan.kind.own_process else _size_for_round(plan, lengths)),
+    )
+    return plan.kind.build(
+        DriverInputs(
+            plan=plan,
+            settings=settings,
+            model=loaded.model,
+            prompt_lengths=lengths,
+            log_path=log_path,
+            on_progress=on_progress,
+        )
     )
 
 
-def _peer_config(
-    plan: RunPlan,
-    size: CacheSize,
-    prompt_lengths: list[int],
-    eos_token_ids: tuple[int, ...],
-    pad_token_id: int,
-) -> PeerConfig:
-    return PeerConfig(
-        max_new_tokens=plan.max_new_tokens,
-        eos_token_ids=eos_token_ids,
-        pad_token_id=pad_token_id,
-        compile_mode=plan.compile_mode,
-        max_requests_per_batch=size.max_requests_per_batch,
-        page_size=plan.page_size,
-        num_blocks=size.num_blocks,
-        max_batch_tokens=size.max_batch_tokens,
-        allow_block_sharing=plan.block_sharing,
-        scheduler=plan.scheduler,
-        max_request_tokens=max(full_lengths(plan, prompt_lengths)),
-    )
+def _size_for_round(plan: RunPlan, prompt_lengths: Sequence[int]) -> dict[str, Any]:
+    """The engine's settings that say how much memory a driver may take here."""
+    free_bytes = free_memory_bytes(plan.device)
+    if not plan.kind.has_paged_cache:
+        return {"max_requests_per_batch": max_requests_in_memory(plan, prompt_lengths, free_bytes)}
+    num_generations = plan.config.dataset.num_generations
+    return asdict(size_cache(plan, prompt_lengths, num_generations, _rounding_blocks(plan), free_bytes))
 
 
-def _slack_blocks(plan: RunPlan) -> int:
+def _rounding_blocks(plan: RunPlan) -> int:
     """Blocks that the paged cache wastes by rounding; its internals are imported only in a version that is known."""
     check_transformers_version(transformers.__version__)
-    from cbexp.engine.cb_internals import sector_slack_blocks
+    from cbexp.engine.upstream import count_rounding_blocks
 
-    return sector_slack_blocks(plan.architecture)
+    return count_rounding_blocks(plan.architecture)

@@ -1,42 +1,34 @@
-"""One job's work: load, build, warm up, run the timed rounds, and write down every round before the next one starts."""
+"""One job: load, build, warm up, run the timed rounds, and write down every round before the next one starts."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from cbexp import metrics
 from cbexp.artifacts import RunDirectory
-from cbexp.config import ExperimentConfig
 from cbexp.dataset.prompts import PromptSet, load_prompts
 from cbexp.display import ProgressDisplay
+from cbexp.engine import RolloutDriver
 from cbexp.engine.interrupts import deferring_interrupts
-from cbexp.engine.types import RolloutDriver, StepInfo
 from cbexp.environment import reset_peak_memory
 from cbexp.errors import RequestsFailedError
-from cbexp.factory import (
-    RunPlan,
-    build_driver,
-    build_vllm_driver,
-    compile_environment,
-    describe_compile_cache,
-    explaining_full_cache,
-    measure_roofline,
-    resolve_stop_ids,
-)
+from cbexp.factory import build_driver, resolve_stop_ids
 from cbexp.metrics import RequestRecord, RooflineInputs, RoundRecord
 from cbexp.model.loading import LoadedModel, describe_model, load_model, load_tokenizer
+from cbexp.planning.compile_cache import compile_environment, describe_compile_cache, explaining_full_cache
+from cbexp.planning.plan import RunPlan
+from cbexp.planning.roofline import measure_roofline
 from cbexp.rounds import RoundResult, RoundRunner, describe_failures, measure_round_memory
-from cbexp.run_facts import describe_run
+from cbexp.run_description import describe_run
 from cbexp.tracking import Tracker
 
 T = TypeVar("T")
-VLLM_LOG = "vllm.log"
 
 
 class Job:
@@ -47,13 +39,12 @@ class Job:
 
     def __init__(
         self,
-        config: ExperimentConfig,
         plan: RunPlan,
         directory: RunDirectory,
         tracker: Tracker,
         display: ProgressDisplay,
     ) -> None:
-        self._config = config
+        self._config = plan.config
         self._plan = plan
         self._directory = directory
         self._tracker = tracker
@@ -118,9 +109,9 @@ class Job:
         return load_tokenizer(self._config.model)
 
     def _load_model(self) -> LoadedModel:
-        """For vLLM, which loads the weights itself, without them: the device's memory is to be all its own."""
+        """Without weights for a driver that loads them itself: the device's memory is to be all its own."""
         config = self._config
-        if self._plan.driver == "vllm":
+        if self._plan.kind.own_process:
             return describe_model(config.model)
         model = replace(config.model, attn_implementation=self._plan.attention.implementation)
         return load_model(model, config.adapter, config.seed)
@@ -140,10 +131,16 @@ class Job:
         """Build the driver, and let it compile and capture before the first round."""
         config, plan = self._config, self._plan
         if plan.uses_compile_cache:
-            self._resources.enter_context(compile_environment(config.compile, plan.compile_mode, plan.driver))
+            self._resources.enter_context(compile_environment(config.compile, plan.compile_mode))
         driver = self._timed("build_driver", lambda: self._build_driver(loaded, prompts, tokenizer))
         self._runner = RoundRunner(
-            driver, prompts, tokenizer, plan.limits, config.dataset.num_generations, loaded.device
+            driver,
+            prompts,
+            tokenizer,
+            plan.limits,
+            config.dataset.num_generations,
+            loaded.device,
+            plan.kind.process_of(driver),
         )
         with explaining_full_cache(config.compile) if plan.uses_compile_cache else nullcontext():
             self._timed("driver_warmup", driver.warmup)
@@ -156,16 +153,16 @@ class Job:
     ) -> RolloutDriver:
         eos_token_ids, pad_token_id = resolve_stop_ids(self._config, tokenizer, loaded)
         self._display.print_stop_ids(eos_token_ids, pad_token_id)
-        driver: RolloutDriver
-        if self._plan.driver == "vllm":
-            log_path = self._directory.path / VLLM_LOG
-            driver = build_vllm_driver(
-                self._config, self._plan, prompts, eos_token_ids, log_path, self._display.show_progress
-            )
-        else:
-            driver = build_driver(
-                self._config, self._plan, loaded, prompts, eos_token_ids, pad_token_id, self._on_step
-            )
+        driver = build_driver(
+            self._plan,
+            loaded,
+            prompts,
+            eos_token_ids,
+            pad_token_id,
+            on_step=self._display.on_step,
+            log_path=self._directory.path / f"{self._plan.kind.name}.log",
+            on_progress=self._display.show_progress,
+        )
         self._resources.callback(driver.close)
         self._display.print_cache(driver.resolved)
         self._write_engine(driver)
@@ -185,25 +182,22 @@ class Job:
             result.end_s,
             requests,
             driver.steps,
-            measure_round_memory(driver, loaded.device),
+            measure_round_memory(self._plan.kind.process_of(driver), loaded.device),
         )
-        steps = metrics.summarize_step_records(index, result.start_s, driver.steps)
         self._rounds.append(record)
         self._requests += requests
+        steps = metrics.step_rows(index, result.start_s, driver.steps)
         rows = _completion_rows(index, result)
         with deferring_interrupts():
             self._directory.append_round(record, requests, steps, rows)
             self._runner.forget()
             self._num_written += 1
-        self._tracker.log_round(record, steps)
+        self._tracker.log_round(record, driver.steps)
         self._last_completions = rows
         self._display.print_round(record)
         failure = describe_failures(result)
         if failure is not None:
             raise RequestsFailedError(f"Round {index}: {failure}.")
-
-    def _on_step(self, step_index: int, info: StepInfo) -> None:
-        self._display.on_step(step_index, info)
 
     def _write_engine(self, driver: RolloutDriver) -> None:
         values: dict[str, Any] = {"plan": self._plan.to_dict(), "driver": driver.resolved}
@@ -213,13 +207,14 @@ class Job:
     def _summarize(self, loaded: LoadedModel, prompts: PromptSet, driver: RolloutDriver) -> dict[str, Any]:
         cache_bytes = None if self._compile_cache is None else self._compile_cache["num_bytes"]
         return metrics.summarize_run(
-            describe_run(self._config, self._plan, loaded, prompts, driver.resolved),
+            describe_run(self._plan, loaded, prompts, driver.resolved),
             self._rounds,
             self._requests,
             self.durations_s,
             self._roofline,
             self._plan.warnings,
             driver.compile_stats | {"compile_cache_bytes": cache_bytes},
+            [asdict(setting) for setting in self._plan.idle],
         )
 
     def _timed(self, name: str, work: Callable[[], T]) -> T:

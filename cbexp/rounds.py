@@ -10,10 +10,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from cbexp.dataset.prompts import PromptSet
-from cbexp.engine.types import Completion, RolloutDriver
+from cbexp.drivers.registry import OwnProcess
+from cbexp.engine import Completion, RolloutDriver
 from cbexp.environment import GIB, measure_memory, synchronize
 from cbexp.metrics import MemoryUse
-from cbexp.peers.vllm_driver import RunsElsewhere
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,8 @@ class RoundResult:
 class RoundRunner:
     """Submits the same prompts round after round to one driver and judges the answers outside of the clock.
 
-    `limits` has the new tokens that each prompt's requests may have.
+    `limits` has the new tokens that each prompt's requests may have. `process` is the driver where it has one of its
+    own, which times the rounds.
     """
 
     def __init__(
@@ -47,8 +48,10 @@ class RoundRunner:
         limits: Sequence[int],
         num_generations: int,
         device: torch.device,
+        process: OwnProcess | None,
     ) -> None:
         self._driver = driver
+        self._process = process
         self._prompts = prompts
         self._tokenizer = tokenizer
         self._limits = limits
@@ -66,7 +69,7 @@ class RoundRunner:
     def run(self) -> RoundResult:
         """One whole round, submission to last result, between two device synchronisations.
 
-        The clock is ours, unless the driver has one where the work is done.
+        The clock is ours, unless the driver has one in a process of its own.
         """
         self._request_ids, self._completions = [], None
         synchronize(self._device)
@@ -77,8 +80,8 @@ class RoundRunner:
         self._completions = self._driver.drive_until_empty()
         synchronize(self._device)
         end_s = time.perf_counter()
-        if isinstance(self._driver, RunsElsewhere):
-            self._start_s, end_s = self._driver.round_span_s
+        if self._process is not None:
+            self._start_s, end_s = self._process.round_span_s
         return self._judge(self._request_ids, self._completions, end_s)
 
     def forget(self) -> None:
@@ -118,12 +121,12 @@ class RoundRunner:
         return verifier(text, answers[index // self._num_generations])
 
 
-def measure_round_memory(driver: RolloutDriver, device: torch.device) -> MemoryUse:
-    """Memory of this process and its device, or what a driver that runs elsewhere has taken of the device."""
+def measure_round_memory(process: OwnProcess | None, device: torch.device) -> MemoryUse:
+    """Memory of this process and its device, or what the driver's own process has taken of the device."""
     memory = measure_memory(device)
-    if not isinstance(driver, RunsElsewhere) or driver.device_bytes is None:
+    if process is None or process.device_bytes is None:
         return memory
-    taken_gib = driver.device_bytes / GIB
+    taken_gib = process.device_bytes / GIB
     return replace(memory, reserved_gib=taken_gib, peak_reserved_gib=taken_gib)
 
 

@@ -17,13 +17,16 @@ from cbexp.cli.composer import parse_arguments, register_job_folder
 from cbexp.cli.preflight import check_command
 from cbexp.config import ExperimentConfig, register_schema
 from cbexp.dataset.prompts import load_prompts
-from cbexp.engine import SyncCBDriver
-from cbexp.engine.bandwidth import StepBytes, decode_step_bytes, measure_read_bandwidth
+from cbexp.engine import CBSyncConfig, SyncCBDriver
+from cbexp.engine.roofline import StepBytes, decode_step_bytes, measure_read_bandwidth
 from cbexp.environment import release_memory
-from cbexp.factory import build_driver, build_plan, compile_environment
+from cbexp.factory import build_driver
 from cbexp.model.device import resolve_device
 from cbexp.model.loading import LoadedModel, load_model
-from cbexp.planning.plan import PAGE_SIZE, RunPlan
+from cbexp.planning.compile_cache import compile_environment
+from cbexp.planning.plan import RunPlan, build_plan
+
+PAGE_SIZE = CBSyncConfig.page_size
 
 
 @dataclass(frozen=True)
@@ -72,8 +75,8 @@ def opened_for_steps(
         bandwidth = measure_read_bandwidth(plan.device) if plan.device.type == "cuda" else None
         prompts = load_prompts(config.dataset, None, vocab_size, config.seed, special_ids)
         if plan.uses_compile_cache:
-            resources.enter_context(compile_environment(config.compile, plan.compile_mode, plan.driver))
-        driver = build_driver(config, plan, loaded, prompts, (), 0)
+            resources.enter_context(compile_environment(config.compile, plan.compile_mode))
+        driver = build_driver(plan, loaded, prompts, (), 0)
         resources.callback(driver.close)
         assert isinstance(driver, SyncCBDriver)
         yield StepSetUp(plan, loaded, driver, bandwidth)

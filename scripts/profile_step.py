@@ -20,7 +20,7 @@ from kernel_profile import KernelEvent, format_table, part_floors, summarize_ker
 from torch.profiler import ProfilerActivity, profile
 
 from cbexp.engine import EngineError
-from cbexp.engine.bandwidth import weight_bytes_by_parameter
+from cbexp.engine.roofline import weight_bytes_by_parameter
 from cbexp.environment import collect_environment, quiet_libraries
 from cbexp.errors import CbexpError
 

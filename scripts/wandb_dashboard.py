@@ -38,7 +38,6 @@ CHOICES = (
     "resolved.cache_tokens",
     "cache.scheduler",
     COMPILE_MODE,
-    "compile.region",
     "compile.batch_shape",
     DRIVER,
 )

@@ -34,9 +34,9 @@ from cbexp.cli.exit_codes import (
 )
 from cbexp.cli.job_runner import JobRunner
 from cbexp.cli.override_checks import refuse_repeated_keys
-from cbexp.cli.own_choices import refuse_hidden_choices
 from cbexp.cli.preflight import PRIMARY_CONFIG, check_command
 from cbexp.cli.terminal import report_error, say, silence_stdout
+from cbexp.cli.user_folders import refuse_hidden_choices
 from cbexp.config import register_schema
 from cbexp.engine import UnsupportedTransformersError, check_transformers_version
 from cbexp.errors import CbexpError, ConfigError, ResultsError

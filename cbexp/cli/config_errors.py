@@ -22,6 +22,8 @@ from cbexp.checks import describe_near_matches
 from cbexp.config import ExperimentConfig
 from cbexp.errors import CbexpError
 
+# Settings of earlier versions -> what to do instead.
+_REMOVED = {"compile.region": "the whole model is always compiled. Remove it"}
 _TYPE_NAMES = {
     int: "an integer",
     float: "a number",
@@ -62,6 +64,8 @@ def explain_unknown_setting(key: str, groups: Mapping[str, Sequence[str]]) -> st
     """Return what to write instead of the setting `key` (dotted), which does not exist."""
     if key.split(".")[0] == "hydra":
         return f"there is no setting {key}; python -m cbexp --hydra-help lists Hydra's own."
+    if key in _REMOVED:
+        return f"there is no setting {key} any more: {_REMOVED[key]}."
     parent, _, last = key.rpartition(".")
     if _find_type(parent) is dict or _is_inside_mapping(parent):
         return f"{parent} has no entry {last}; to add it, write ++{key}=..."

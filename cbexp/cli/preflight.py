@@ -39,11 +39,11 @@ from cbexp.cli.override_checks import (
     refuse_sweep,
     refuse_unnamed_choices,
 )
-from cbexp.cli.own_choices import list_folders, refuse_hidden_choices
 from cbexp.cli.terminal import say
+from cbexp.cli.user_folders import list_folders, refuse_hidden_choices
 from cbexp.config import SWEEP_SETTINGS, ExperimentConfig
+from cbexp.drivers.vllm.python import check_interpreter
 from cbexp.errors import CbexpError, ConfigError
-from cbexp.planning.vllm_python import check_interpreter
 
 PRIMARY_CONFIG = "config"
 MANY_CELLS = 20  # so many take seconds to compose

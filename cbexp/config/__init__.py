@@ -1,24 +1,7 @@
 """Names, defaults, units and checks of every setting; the one place where defaults live."""
 
 from cbexp.cell_settings import SWEEP_SETTINGS
-from cbexp.config.defaults import list_changed_fields
-from cbexp.config.engine import (
-    BATCH_SHAPES,
-    BLOCK_SHARING,
-    COMPILE_MODES,
-    COMPILE_MODES_WITH_LAYER_REGION,
-    COMPILE_REGIONS,
-    DRIVERS,
-    FUSIONS,
-    MAX_BUCKET,
-    MAX_BURST,
-    MAX_MEMORY_FRACTION,
-    SCHEDULERS,
-    CacheConfig,
-    CompileConfig,
-    DriverConfig,
-    check_region,
-)
+from cbexp.config.engine import CacheConfig, CompileConfig, DriverConfig, name_settings
 from cbexp.config.experiment import (
     ISOLATIONS,
     MAX_SEED,
@@ -27,10 +10,11 @@ from cbexp.config.experiment import (
     from_plain_dict,
     to_plain_dict,
 )
+from cbexp.config.idle_settings import IdleSetting, find_idle_settings
 from cbexp.config.model import ADAPTER_KINDS, BUILTIN_PREFIX, DTYPES, INITS, AdapterConfig, ModelConfig
 from cbexp.config.records import TRACKING_MODES, ArtifactsConfig, TrackingConfig
 from cbexp.config.schema import register_schema
-from cbexp.config.work import (
+from cbexp.config.workload import (
     DATASET_FIELDS_BY_KIND,
     DATASET_KINDS,
     MAX_SIGMA,
@@ -41,25 +25,14 @@ from cbexp.config.work import (
 
 __all__ = [
     "ADAPTER_KINDS",
-    "BATCH_SHAPES",
-    "BLOCK_SHARING",
     "BUILTIN_PREFIX",
-    "COMPILE_MODES",
-    "COMPILE_MODES_WITH_LAYER_REGION",
-    "COMPILE_REGIONS",
     "DATASET_FIELDS_BY_KIND",
     "DATASET_KINDS",
-    "DRIVERS",
     "DTYPES",
-    "FUSIONS",
     "INITS",
     "ISOLATIONS",
-    "MAX_BUCKET",
-    "MAX_BURST",
-    "MAX_MEMORY_FRACTION",
     "MAX_SEED",
     "MAX_SIGMA",
-    "SCHEDULERS",
     "SWEEP_SETTINGS",
     "TRACKING_MODES",
     "VERIFIERS",
@@ -70,13 +43,14 @@ __all__ = [
     "DatasetConfig",
     "DriverConfig",
     "ExperimentConfig",
+    "IdleSetting",
     "ModelConfig",
     "SamplingConfig",
     "SweepInfo",
     "TrackingConfig",
-    "check_region",
+    "find_idle_settings",
     "from_plain_dict",
-    "list_changed_fields",
+    "name_settings",
     "register_schema",
     "to_plain_dict",
 ]

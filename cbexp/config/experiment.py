@@ -6,13 +6,18 @@ import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, get_type_hints
 
 from cbexp.checks import check_at_least, check_choice, check_is_set
-from cbexp.config.engine import CacheConfig, CompileConfig, DriverConfig
+from cbexp.config.engine import ENGINE_FIELDS, CacheConfig, CompileConfig, DriverConfig, name_settings
+from cbexp.config.idle_settings import find_reasons
 from cbexp.config.model import AdapterConfig, ModelConfig
 from cbexp.config.records import ArtifactsConfig, TrackingConfig
-from cbexp.config.work import DatasetConfig, SamplingConfig
+from cbexp.config.workload import DatasetConfig, SamplingConfig
+from cbexp.drivers.registry import DRIVERS, DriverKind
+from cbexp.engine.settings import check_config
+from cbexp.engine.types import ENGINE_ATTENTION, CBSyncConfig, EngineError
 from cbexp.errors import ConfigError
 
 MAX_SEED = 2**63 - 1  # PyTorch's
@@ -60,15 +65,14 @@ class ExperimentConfig:
                 "a letter or digit."
             )
         self._check_sweep_settings()
-        if self.driver.name == "vllm" and self.adapter.kind != "none":
+        if self.adapter.kind != "none" and not self.driver_kind.takes_adapter:
             raise ConfigError(
-                f"adapter={self.adapter.kind} does not work with driver=vllm, which runs the model without one: use "
-                "adapter=none, or another driver."
+                f"adapter={self.adapter.kind} does not work with driver={self.driver.name}, which runs the model "
+                "without one: use adapter=none, or another driver."
             )
-        if self.has_paged_cache:
+        self._check_engine_settings()
+        if self.driver_kind.has_paged_cache:
             self._check_cache()
-        if self.driver.name == "sync" and self.compile.buckets and self.compile.batch_shape != "natural":
-            self._check_largest_bucket(self.compile.buckets[-1])
 
     @property
     def max_new_tokens(self) -> int:
@@ -76,12 +80,45 @@ class ExperimentConfig:
 
         The limits of a file are not known here, but to the plan.
         """
-        return self.sampling.max_new_tokens or self.model.default_max_new_tokens
+        limit = self.sampling.max_new_tokens
+        return self.model.default_max_new_tokens if limit is None else limit
 
     @property
-    def has_paged_cache(self) -> bool:
-        """Whether the driver has a paged cache, transformers' or vLLM's; `generate` has none."""
-        return self.driver.name != "generate"
+    def driver_kind(self) -> DriverKind:
+        """What the driver can do."""
+        return DRIVERS[self.driver.name]
+
+    def engine_settings(self, compile_mode: str, attention: str, **resolved: Any) -> CBSyncConfig:
+        """Return the engine's settings that these mean with a resolved compile mode and attention.
+
+        What has no effect stays at the engine's defaults. `resolved` has fields that the machine or the round decides.
+        """
+        idle = find_reasons(self, compile_mode)
+        given = {field: attrgetter(name)(self) for field, name in ENGINE_FIELDS.items() if name not in idle}
+        given = {field: value for field, value in given.items() if value is not None}
+        return CBSyncConfig(
+            **given
+            | {
+                "max_new_tokens": self.max_new_tokens,
+                "compile_mode": compile_mode,
+                "attn_implementation": attention,
+            }
+            | resolved
+        )
+
+    def _check_engine_settings(self) -> None:
+        """Have the engine check what it would be given, as far as that is known by now."""
+        mode = "eager" if self.compile.mode == "auto" else self.compile.mode
+        attention, kind = self.model.attn_implementation, self.driver_kind
+        if attention == "auto" or kind.own_attention != ENGINE_ATTENTION:
+            attention = ENGINE_ATTENTION
+        # A batch holds at least the requests of a prompt.
+        max_requests = self.cache.max_requests_per_batch
+        resolved = {"max_requests_per_batch": self.dataset.num_generations} if max_requests is None else {}
+        try:
+            check_config(self.engine_settings(mode, attention, **resolved))
+        except (EngineError, ValueError) as error:
+            raise ConfigError(name_settings(str(error))) from error
 
     def _check_sweep_settings(self) -> None:
         check_choice("isolation", self.isolation, ISOLATIONS)
@@ -118,14 +155,6 @@ class ExperimentConfig:
             raise ConfigError(
                 f"cache.num_tokens={self.cache.num_tokens} is too small: one request needs {num_needed} (its prompt "
                 f"and max_new_tokens={self.max_new_tokens})."
-            )
-
-    def _check_largest_bucket(self, largest: int) -> None:
-        batch = max(self.cache.max_requests_per_batch or 1, self.dataset.num_generations)
-        if largest < batch:
-            raise ConfigError(
-                f"compile.buckets ends at {largest}, and a batch may have {batch} requests "
-                "(cache.max_requests_per_batch or dataset.num_generations): add a bucket that holds them."
             )
 
 

@@ -23,7 +23,8 @@ from cbexp.engine.types import StepInfo
 from cbexp.metrics import RoundRecord
 
 if TYPE_CHECKING:
-    from cbexp.factory import DryRunReport, RunPlan
+    from cbexp.planning.dry_run import DryRunReport
+    from cbexp.planning.plan import RunPlan
 
 REFRESH_INTERVAL_S = 0.25  # a refresh takes 0.2 ms of the driver's thread, so below 0.1 %
 NOTEWORTHY_PHASE_S = 1.0

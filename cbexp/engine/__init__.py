@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cbexp.engine.compatibility import SUPPORTED_TRANSFORMERS, check_transformers_version
+from cbexp.engine.rollout_driver import RolloutDriver
+from cbexp.engine.support import SUPPORTED_TRANSFORMERS, check_transformers_version
 from cbexp.engine.types import (
     CacheMemoryError,
     CBSyncConfig,
@@ -13,7 +14,6 @@ from cbexp.engine.types import (
     FinishReason,
     OnStep,
     RequestTimings,
-    RolloutDriver,
     StepInfo,
     StepKind,
     UnsupportedModelError,

@@ -1,4 +1,4 @@
-"""Lends a model to the driver for the length of a drive and gives it back as it was."""
+"""Borrows a model from its owner for the length of a drive, and gives it back as it was."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from cbexp.engine.types import EngineError
 
 _CHECKPOINTING = "gradient_checkpointing"
 # Held by the thread that has the model; one thread may hold it several times.
-_loans: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
-_loans_guard = threading.Lock()
+_locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
+_locks_guard = threading.Lock()
 
 
 @contextmanager
-def on_loan(model: PreTrainedModel) -> Iterator[None]:
-    """Keep other threads from borrowing the model while the body runs; nested loans on one thread are allowed.
+def exclusive_use(model: PreTrainedModel) -> Iterator[None]:
+    """Keep other threads from borrowing the model while the body runs; one thread may nest this.
 
     Raises `EngineError`, with nothing changed, when another thread has it.
     """
-    loan = _loan_of(model)
+    lock = _lock_of(model)
     is_ours = False
     try:
         with deferring_interrupts():
-            is_ours = loan.acquire(blocking=False)
+            is_ours = lock.acquire(blocking=False)
         if not is_ours:
             raise EngineError(
-                f"This {type(model).__name__} is on loan to a driver in another thread, which runs it in eval mode "
+                f"This {type(model).__name__} is in use by a driver in another thread, which runs it in eval mode "
                 "and with another attention: wait until that is done, or give each thread a model of its own."
             )
         yield
     finally:
         if is_ours:
-            loan.release()
+            lock.release()
 
 
 @contextmanager
@@ -50,9 +50,9 @@ def borrowed_for_inference(model: PreTrainedModel, attn_implementation: str) -> 
     Inference mode is left, since the cache is written by drives inside and outside of it. Flags of gradient
     checkpointing are out of the way as well: nothing reads them here, but compiled programs are bound to them.
 
-    Raises `EngineError` when another thread has the model, see `on_loan`.
+    Raises `EngineError` when another thread has the model, see `exclusive_use`.
     """
-    with on_loan(model), _prepared_for_inference(model, attn_implementation):
+    with exclusive_use(model), _prepared_for_inference(model, attn_implementation):
         yield
 
 
@@ -82,9 +82,9 @@ def _prepared_for_inference(model: PreTrainedModel, attn_implementation: str) ->
                     config._attn_implementation = name
 
 
-def _loan_of(model: PreTrainedModel) -> threading.RLock:
-    with _loans_guard:
-        return _loans.setdefault(model, threading.RLock())
+def _lock_of(model: PreTrainedModel) -> threading.RLock:
+    with _locks_guard:
+        return _locks.setdefault(model, threading.RLock())
 
 
 def _clear_checkpointing(module: nn.Module) -> None:

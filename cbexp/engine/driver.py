@@ -4,32 +4,39 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from types import TracebackType
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 import transformers
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 
-from cbexp.engine.compatibility import check_transformers_version
+from cbexp.engine.borrow import borrowed_for_inference, exclusive_use
 from cbexp.engine.interrupts import deferring_interrupts
-from cbexp.engine.model_support import require_supported_model
-from cbexp.engine.prompts import RequestLimits
-from cbexp.engine.request_book import PromptGroup, RequestBook
-from cbexp.engine.request_queue import RequestQueue
-from cbexp.engine.settings import check_config, check_count, resolve_decoding
-from cbexp.engine.types import CBSyncConfig, Completion, EngineError, StepInfo
+from cbexp.engine.model_driver import ModelDriver
+from cbexp.engine.requests import PromptGroup, RequestBook, RequestLimits
+from cbexp.engine.settings import check_config, check_count, check_device
+from cbexp.engine.sizing import (
+    add_spare_blocks,
+    choose_safety_margin,
+    count_blocks_needed,
+    resolve_max_requests,
+)
+from cbexp.engine.support import check_transformers_version, require_supported_model
+from cbexp.engine.types import CBSyncConfig, EngineError, StepInfo, UnsupportedModelError
 
 if TYPE_CHECKING:
-    from cbexp.engine.engine_step import EngineStep
+    from cbexp.engine.decode import Decoder
+    from cbexp.engine.upstream import Batcher
 
 
-class SyncCBDriver:
+class SyncCBDriver(ModelDriver):
     """Generates greedily with the caller's own model object; implements `RolloutDriver`. Not thread-safe.
 
-    Drivers may share a model, one drive at a time: a second one is refused in another thread, and runs inside of the
-    first where its `on_step` starts it.
+    Drivers may share a model, one drive at a time: a second one is refused in another thread, with its requests still
+    queued, and runs inside of the first where its `on_step` starts it.
 
     `model` is a transformers causal language model on one device, bare or inside a PEFT wrapper. Between drives it is
     in the caller's hands, weights included: no keys or values outlive a drive. Of `generation_config` (default: the
@@ -57,50 +64,39 @@ class SyncCBDriver:
                 f"generation_config={generation_config!r} is a {type(generation_config).__name__}: pass a "
                 "GenerationConfig, or None for the model's own."
             )
+        config = CBSyncConfig() if config is None else config
+        check_config(config)
+        if generation_config is None:
+            generation_config = require_supported_model(model).generation_config
+        super().__init__(model, config, generation_config)
         # Only now: another version may lack the names that this import needs.
-        from cbexp.engine.engine_slot import EngineSlot
+        from cbexp.engine import upstream
 
-        self._config = CBSyncConfig() if config is None else config
-        check_config(self._config)
-        self._model = require_supported_model(model)
-        defaults = self._model.generation_config if generation_config is None else generation_config
-        self._decoding = resolve_decoding(self._config, defaults, self._model.config.vocab_size)
-        self._slot = EngineSlot(self._model, self._config, self._decoding.eos_token_ids)
-
-        if self._config.allow_block_sharing and not self._slot.can_share_blocks:
+        upstream.check_attention(self._model.config, self._config)
+        check_device(self._config, self._model.device.type)
+        self._num_steps = 0
+        self._rounding_blocks = upstream.count_rounding_blocks(self._model.config)
+        self._attention = upstream.attention_name(self._config)
+        self._probe()
+        # With `num_blocks` set it is built at once and stays; else a drive may ask for a larger one.
+        self._engine = None if self._config.num_blocks is None else self._build(self._config.num_blocks)
+        if self._config.allow_block_sharing and not upstream.can_share_blocks(self._model.config):
             warnings.warn(
                 f"allow_block_sharing=True has no effect with this {type(self._model).__name__}, which has layers with "
                 "a sliding window: their cache cannot be shared.",
                 stacklevel=2,
             )
 
-        self._queue = RequestQueue(self._decoding.max_new_tokens, self._decoding.eos_token_ids)
-        self._num_steps = 0
-        self._steps: list[StepInfo] = []
-        self._partial_completions: dict[str, Completion] = {}
-        self._is_driving = False
-        self._is_closed = False
-
     @property
     def resolved(self) -> dict[str, Any]:
         """Settings as they run, as plain JSON values; those of the cache are there once it is built."""
-        return {
-            "transformers": transformers.__version__,
-            "model_class": type(self._model).__name__,
+        settings = super().resolved | {
             "attn_implementation": self._config.attn_implementation,
-            "dtype": str(self._model.dtype).removeprefix("torch."),
-            "device": str(self._model.device),
-            "do_sample": False,
-            "max_new_tokens": self._decoding.max_new_tokens,
-            "eos_token_ids": list(self._decoding.eos_token_ids),
-            "pad_token_id": self._decoding.pad_token_id,
             "has_growing_cache": self._config.num_blocks is None,
-        } | self._slot.resolved
-
-    @property
-    def steps(self) -> list[StepInfo]:
-        """Records of the last (or running) drive; a burst of decode steps is one record."""
-        return self._steps
+        }
+        if self._engine is None:
+            return settings
+        return settings | self._engine.batcher.describe() | self._engine.decoder.describe()
 
     @property
     def compile_stats(self) -> dict[str, Any]:
@@ -109,17 +105,14 @@ class SyncCBDriver:
         That is the part of drives in which the device waited between bursts and batches of prompts (None: no GPU, or a
         mode without graphs). Empty where every step is one of transformers' own, and before there is a cache.
         """
-        return self._slot.compile_stats
-
-    @property
-    def partial_completions(self) -> dict[str, Completion]:
-        """After an error or interrupt in a drive: all its requests, the unfinished failed with their tokens kept."""
-        return self._partial_completions
+        return {} if self._engine is None else self._engine.decoder.stats
 
     def warmup(self) -> None:
         """Compile and capture for every batch size; without `num_blocks` the first drives do so as they go."""
-        self._check_usable("warmup")
-        self._slot.warmup()
+        super().warmup()
+        if self._engine is not None:
+            with self._begun(self._engine):
+                self._engine.decoder.prepare()
 
     def time_decode_steps(
         self, batch: int, context: int, num_steps: int, *, num_bursts: int = 7
@@ -134,92 +127,40 @@ class SyncCBDriver:
         asked = {"batch": batch, "context": context, "num_steps": num_steps, "num_bursts": num_bursts}
         for name, value in asked.items():
             check_count(name, value)
-        return self._slot.time_decode_steps(batch, context, num_steps, num_bursts)
-
-    def add_requests(
-        self,
-        prompt_ids_list: Sequence[Sequence[int]],
-        *,
-        max_new_tokens: int | Sequence[int] | None = None,
-        num_generations: int = 1,
-    ) -> list[str]:
-        """Queue prompts for the next drive; returns their request ids, the generations of a prompt side by side.
-
-        `max_new_tokens` is one limit or one per prompt. Raises `ValueError`, naming the prompt, for anything that
-        cannot be served; nothing is queued then.
-        """
-        self._check_usable("add_requests")
-        return self._queue.add(prompt_ids_list, max_new_tokens, num_generations, self._request_limits())
-
-    def drive_until_empty(self) -> dict[str, Completion]:
-        """Run until every queued request has ended; request id -> completion in submission order, every id present.
-
-        A request that the engine failed or lost is there as failed, with its error. An exception on the way, from
-        `on_step` or Ctrl-C too, reaches the caller: the drive's requests are dropped, what they had is in
-        `partial_completions`, and the driver is ready for the next round. While another thread has the model on loan,
-        a drive is an `EngineError`, and its requests stay queued.
-        """
-        self._check_usable("drive_until_empty")
-        # Also while the engine lets go of the model; when another thread has it, what is queued stays so.
-        with self._slot.on_loan():
-            completions = self._drive_queued()
-        self._partial_completions = {}
-        return completions
+        if self._engine is None:
+            raise EngineError("Decode steps alone can be timed once the cache is built: set num_blocks.")
+        with self._begun(self._engine):
+            return self._engine.decoder.time_steps(batch, context, num_steps, num_bursts)
 
     def close(self) -> None:
-        """Free the cache. Safe to call twice; any other use of the driver afterwards is an `EngineError`.
+        """Free cache and graphs. Safe to call twice; any other use of the driver afterwards is an `EngineError`.
 
         Ctrl-C takes effect once all is freed, and an exception leaves the rest to the next call: an `EngineError` while
-        another thread has the model on loan, for one.
+        another thread uses the model, for one.
         """
-        if self._is_driving:
-            raise EngineError("close() was called inside a drive: leave drive_until_empty first.")
-        self._is_closed = True
-        self._queue.take()
-        self._slot.drop()
+        super().close()
+        self._drop()
 
-    def __enter__(self) -> SyncCBDriver:
-        return self
+    def _holding_model(self) -> AbstractContextManager[None]:
+        return exclusive_use(self._model)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _drive_queued(self) -> dict[str, Completion]:
-        groups = self._queue.take()
-        self._steps, self._partial_completions = [], {}
-        if not groups:
-            return {}
-        book = RequestBook(groups)
-        try:
-            with self._driving():
-                completions = self._drive(groups, book)
-            # Kept until they are in the caller's hands: an interrupt from here on must not lose them.
-            self._partial_completions = completions
-        except BaseException as error:
-            unfinished = self._slot.partial_completions()
-            self._partial_completions = book.completions(unfinished, f"{type(error).__name__}: {error}")
-            raise
-        finally:
-            with deferring_interrupts():
-                self._slot.reset()
-        return completions
-
-    def _drive(self, groups: list[PromptGroup], book: RequestBook) -> dict[str, Completion]:
-        engine = self._slot.prepare(groups)
-        for group in groups:
-            engine.submit(group)
-        start_s = time.perf_counter()
-        while (step := engine.step(self._model)) is not None:
-            end_s = time.perf_counter()
-            book.mark_scheduled(step.request_ids, start_s)
-            book.mark_tokens(step.token_request_ids, end_s)
-            for output in step.outputs:
-                book.finish(output.request_id, output.completion_ids, output.error, end_s)
-            self._report_step(_step_info(step, start_s, end_s))
-            start_s = time.perf_counter()
-        return book.completions(engine.partial_completions(), "transformers' scheduler lost the request")
+    def _drive(self, groups: list[PromptGroup], book: RequestBook) -> None:
+        with self._borrowed():
+            needed = count_blocks_needed(groups, self._config.page_size, self._rounding_blocks)
+            engine = self._engine = self._engine_for(needed)
+            margin = choose_safety_margin(needed, engine.batcher.num_blocks)
+            engine.batcher.begin(book, margin, engine.decoder.max_rows)
+            try:
+                with engine.batcher.on_stream():
+                    engine.decoder.begin()
+                for group in groups:
+                    engine.batcher.submit(group)
+                while (step := _run_step(engine, self._model)) is not None:
+                    self._report_step(step)
+            finally:
+                with deferring_interrupts():
+                    self._unfinished = engine.batcher.partial_completions()
+                    engine.reset()
 
     def _report_step(self, info: StepInfo) -> None:
         index = self._num_steps
@@ -228,40 +169,163 @@ class SyncCBDriver:
         if self._config.on_step is not None:
             self._config.on_step(index, info)
 
-    @contextmanager
-    def _driving(self) -> Iterator[None]:
-        self._is_driving = True
-        try:
-            with self._slot.borrowed():
-                yield
-        finally:
-            self._is_driving = False
-
     def _request_limits(self) -> RequestLimits:
-        return RequestLimits(
-            vocab_size=self._model.config.vocab_size,
-            max_positions=getattr(self._model.config, "max_position_embeddings", None),
-            max_stored_tokens=self._slot.max_stored_tokens,
+        limits = super()._request_limits()
+        if self._engine is None or self._config.num_blocks is None:
+            return limits
+        return replace(limits, max_stored_tokens=self._engine.batcher.max_request_tokens)
+
+    def _borrowed(self) -> AbstractContextManager[None]:
+        return borrowed_for_inference(self._model, self._attention)
+
+    @contextmanager
+    def _begun(self, engine: _Engine) -> Iterator[None]:
+        """Let the engine have the model for the body, without requests."""
+        with self._borrowed():
+            try:
+                with engine.batcher.on_stream():
+                    engine.decoder.begin()
+                    yield
+            finally:
+                with deferring_interrupts():
+                    engine.reset()
+
+    def _engine_for(self, blocks_needed: int) -> _Engine:
+        """The engine, built anew where the model has moved, or where its size is open and too small."""
+        engine = self._engine
+        has_open_size = self._config.num_blocks is None
+        if engine is not None and engine.batcher.suits(self._model):  # noqa: SIM102 - one question each
+            if not has_open_size or engine.batcher.num_blocks >= blocks_needed:
+                return engine
+        self._drop()
+        return self._build(self._config.num_blocks or add_spare_blocks(blocks_needed, self._config))
+
+    def _build(self, num_blocks: int) -> _Engine:
+        max_requests = resolve_max_requests(self._config, num_blocks)
+        settings = replace(self._config, num_blocks=num_blocks, max_requests_per_batch=max_requests)
+        with self._borrowed():
+            return _build_engine(self._model, settings, self._decoding.eos_token_ids)
+
+    def _drop(self) -> None:
+        """Free the engine's memory. After an exception, out of memory for one, a further call does what is left.
+
+        Raises `EngineError` while another thread uses the model, whose weights would move under its graphs.
+        """
+        if self._engine is not None:
+            with exclusive_use(self._model), deferring_interrupts():
+                self._engine.close()
+                self._engine = None
+
+    def _probe(self) -> None:
+        """Generate two tokens in a cache of one request: many architectures take a paged cache on paper only.
+
+        Raises `UnsupportedModelError` when the model's forward fails on one. Running out of memory is no such failure.
+        """
+        settings = replace(
+            self._config,
+            num_blocks=1 + self._rounding_blocks,
+            max_batch_tokens=self._config.page_size,
+            max_requests_per_batch=1,
+            max_burst=1,
+            allow_block_sharing=False,
+            scheduler="fifo",
+            compile_mode="eager",
+            batch_shape="full",
+            buckets=None,
+            fusion="none",
+            self_check=False,
         )
+        group = PromptGroup(("probe",), (0,), 2, (), time.perf_counter())
+        with self._borrowed():
+            engine = _build_engine(self._model, settings, ())
+            try:
+                engine.batcher.begin(RequestBook([group]), safety_margin=0.0, num_slots=1)
+                engine.decoder.begin()
+                engine.batcher.submit(group)
+                while _run_step(engine, self._model) is not None:
+                    pass
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                raise UnsupportedModelError(
+                    f"{type(self._model).__name__} cannot be driven: its forward fails on a paged cache "
+                    f"({type(error).__name__}: {error})."
+                ) from error
+            finally:
+                engine.close()
 
-    def _check_usable(self, method: str) -> None:
-        if self._is_closed:
-            raise EngineError(f"{method}() was called on a closed SyncCBDriver: build a new one.")
-        if self._is_driving:
-            raise EngineError(f"{method}() was called inside a drive: leave drive_until_empty first.")
+
+@dataclass
+class _Engine:
+    """A cache with its scheduler, and what decodes on it."""
+
+    batcher: Batcher
+    decoder: Decoder | _UpstreamSteps
+
+    def reset(self) -> None:
+        """Forget all requests, and give the model's modules back."""
+        self.batcher.wait_for_device()
+        self.decoder.end()
+        self.batcher.reset()
+
+    def close(self) -> None:
+        """Free graphs and cache."""
+        self.batcher.wait_for_device()
+        self.decoder.close()
+        self.batcher.close()
 
 
-def _step_info(step: EngineStep, start_s: float, end_s: float) -> StepInfo:
-    return StepInfo(
-        kind=step.kind,
-        num_steps=step.num_steps,
-        num_requests=len(step.request_ids),
-        num_tokens=step.num_tokens,
-        num_padding=step.num_padding,
-        bucket=step.bucket,
-        start_s=start_s,
-        end_s=end_s,
-        num_waiting=step.num_waiting,
-        num_finished=len(step.outputs),
-        cache_used_fraction=step.cache_used_fraction,
-    )
+class _UpstreamSteps:
+    """Stands in for `Decoder` where the model keeps its own attention: every step is one of transformers' own."""
+
+    max_rows = 0
+    stats: dict[str, Any] = {}  # noqa: RUF012 - always empty
+
+    def begin(self) -> None: ...
+    def end(self) -> None: ...
+    def prepare(self) -> None: ...
+    def close(self) -> None: ...
+
+    def describe(self) -> dict[str, Any]:
+        return {}
+
+    def timing_batch(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def prefill(self, *_batch: object) -> None:
+        return None
+
+    def time_steps(self, *_asked: int) -> list[float]:
+        raise EngineError("Decode steps alone can be timed with attn_implementation='cbexp' only.")
+
+
+def _build_engine(model: PreTrainedModel, settings: CBSyncConfig, eos_token_ids: tuple[int, ...]) -> _Engine:
+    from cbexp.engine.decode import Decoder
+    from cbexp.engine.upstream import Batcher
+
+    batcher = Batcher(model, settings)
+    if not settings.has_engine_attention:
+        return _Engine(batcher, _UpstreamSteps())
+    with batcher.on_stream():
+        decoder = Decoder(model, batcher.page_pools(), settings, eos_token_ids, batcher.max_positions)
+    return _Engine(batcher, decoder)
+
+
+def _run_step(engine: _Engine, model: PreTrainedModel) -> StepInfo | None:
+    """Run and account for one batch or burst; None when there is nothing to run. Waits for the device.
+
+    Prompts go first; then what decodes runs in a burst; a cache that is too full for one step of all its rows takes an
+    ordinary step of transformers', which evicts.
+    """
+    batcher, decoder, start_s = engine.batcher, engine.decoder, time.perf_counter()
+    with batcher.on_stream():
+        if isinstance(decoder, _UpstreamSteps):
+            return batcher.run_batch(model, decoder, "upstream", start_s)
+        step = batcher.run_prefill(model, decoder, start_s)
+        if step is not None:
+            return step
+        burst = batcher.open_burst(decoder.max_rows, decoder.choose_burst_length)
+        if burst is None:
+            return batcher.run_batch(model, decoder, "closed", start_s)
+        token_ids = decoder.run(burst.rows, burst.num_steps)
+        return batcher.close_burst(burst, token_ids, decoder.size_for(len(burst.rows)), start_s)

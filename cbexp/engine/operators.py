@@ -10,13 +10,26 @@ from torch._library.custom_ops import CustomOpDef
 _names: list[str] = []
 
 
-def operator(name: str, mutates_args: Iterable[str] = ()) -> Callable[[Callable[..., object]], CustomOpDef]:
-    """As `torch.library.custom_op`, for `cbexp::name`: its inputs keep the strides that model code gives them."""
-    qualified_name = f"cbexp::{name}"
-    _names.append(qualified_name)
-    return torch.library.custom_op(
-        qualified_name, mutates_args=mutates_args, tags=(torch.Tag.needs_exact_strides,)
-    )
+def operator(
+    reference: Callable[..., object], mutates_args: Iterable[str] = ()
+) -> Callable[[Callable[..., object]], CustomOpDef]:
+    """Make an operator `cbexp::name` of the decorated function, which computes on CUDA what `reference` defines.
+
+    `reference`, in plain torch, has the same parameters. It gives the operator's schema and shapes, and serves every
+    other device. Inputs keep the strides that model code gives them.
+    """
+
+    def register(on_cuda: Callable[..., object]) -> CustomOpDef:
+        name = f"cbexp::{on_cuda.__name__}"
+        defined = torch.library.custom_op(
+            name, reference, mutates_args=mutates_args, tags=(torch.Tag.needs_exact_strides,)
+        )
+        defined.register_kernel("cuda")(on_cuda)
+        defined.register_fake(reference)
+        _names.append(name)
+        return defined
+
+    return register
 
 
 def declare_operators() -> None:

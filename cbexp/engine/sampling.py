@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cbexp.engine.decode_buffers import DecodeBuffers
+from cbexp.engine.buffers import DecodeBuffers
 
 
 def choose_best(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -21,9 +21,9 @@ def advance(buffers: DecodeBuffers, next_ids: Tensor, best_logits: Tensor) -> No
     last allowed token or an EOS, which is recorded.
     """
     if next_ids.is_cuda and not torch.compiler.is_compiling():
-        from cbexp.engine.kernels import decode_finish  # a dozen launches in one
+        from cbexp.engine.kernels import finish  # a dozen launches in one
 
-        decode_finish.advance(buffers, next_ids, best_logits)
+        finish.advance(buffers, next_ids, best_logits)
         return
     _advance_plainly(buffers, next_ids, best_logits)
 

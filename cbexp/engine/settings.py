@@ -1,34 +1,33 @@
-"""Checks of `CBSyncConfig`, and what each decoding setting comes to: request over config over generation config."""
+"""Checks of `CBSyncConfig`, and the decoding settings that follow from it and from a generation config."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from types import NoneType
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
-from transformers import GenerationConfig
+from cbexp.engine.requests import as_plain
+from cbexp.engine.types import COMPILE_MODES, CBSyncConfig, EngineError
 
-from cbexp.engine.prompts import as_plain
-from cbexp.engine.types import (
-    BatchShape,
-    CBSyncConfig,
-    CompileMode,
-    CompileRegion,
-    EngineError,
-    Fusion,
-)
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
 
-CHOICES: dict[str, tuple[Any, ...]] = {
-    "scheduler": ("fifo", "prefill_first"),
-    "compile_mode": (None, *get_args(CompileMode)),
-    "compile_region": get_args(CompileRegion),
-    "batch_shape": get_args(BatchShape),
-    "fusion": get_args(Fusion),
+# What the kernels are made and tested for; static buffers hold all of it.
+MAX_BUCKET = 1024
+MAX_BURST = 4096
+# Share of the free memory that a cache may take with its buffers: upstream's own figure without logits processors.
+MAX_MEMORY_FRACTION = 0.9
+MINIMUMS = {
+    "page_size": 4,  # upstream's bound
+    **dict.fromkeys(("max_batch_tokens", "max_burst", "num_blocks", "max_requests_per_batch"), 1),
+    **dict.fromkeys(("max_new_tokens", "recompile_limit"), 1),
 }
-MIN_PAGE_SIZE = 4  # upstream's bound
-# Modes of torch.compile that capture CUDA graphs by themselves, each of a whole forward.
-GRAPH_TREE_MODES = ("reduce-overhead", "max-autotune")
+# Read by the engine's own decode steps alone.
+DECODE_SETTINGS = (
+    *("compile_mode", "fusion", "batch_shape", "buckets", "max_burst", "recompile_limit", "self_check"),
+)
 
 
 @dataclass(frozen=True)
@@ -40,42 +39,26 @@ class DecodingSettings:
     pad_token_id: int | None
 
 
-_COMPILE_MODE_HINT = (
-    " (Eager is None; captured graphs are cuda_graph=True, with compile_mode None or 'default'.)"
-)
-
-
-_INT_SETTINGS = (
-    *("max_new_tokens", "pad_token_id", "page_size", "num_blocks", "max_batch_tokens"),
-    *("max_requests_per_batch", "max_burst", "recompile_limit"),
-)
-_BOOL_SETTINGS = ("do_sample", "cuda_graph", "allow_block_sharing", "self_check")
-_SETTINGS_THAT_MAY_BE_NONE = (
-    *("max_new_tokens", "pad_token_id", "num_blocks", "max_requests_per_batch", "recompile_limit"),
-)
-# What the kernels are made and tested for; static buffers hold all of it.
-MAX_BUCKET = 1024
-MAX_BURST = 4096
-
-
 def check_config(config: CBSyncConfig) -> None:
-    """Raise `EngineError` for what this driver does not do, `ValueError` for a value that makes no sense."""
-    _check_types(config)
+    """Check each setting and their combinations, whatever the model and the device.
+
+    Raises:
+        TypeError: a value is of another type: "off" would count as true.
+        ValueError: a value makes no sense.
+        EngineError: this driver does not do it, or a setting is without effect in this combination.
+    """
+    if not isinstance(config, CBSyncConfig):
+        raise TypeError(f"config={config!r} is a {type(config).__name__}: pass a CBSyncConfig.")
+    for name, hint in get_type_hints(CBSyncConfig).items():
+        _check_type(name, getattr(config, name), hint)
     if config.do_sample:
         raise EngineError("do_sample=True is not available yet: this driver decodes greedily.")
-    for name, minimum in (("page_size", MIN_PAGE_SIZE), ("max_batch_tokens", 1), ("max_burst", 1)):
-        _check_at_least(name, getattr(config, name), minimum)
-    for name in ("num_blocks", "max_requests_per_batch", "max_new_tokens", "recompile_limit"):
+    for name, minimum in MINIMUMS.items():
         if getattr(config, name) is not None:
-            _check_at_least(name, getattr(config, name), 1)
-    for name, choices in CHOICES.items():
-        if getattr(config, name) not in choices:
-            listed = ", ".join(map(repr, choices))
-            hint = _COMPILE_MODE_HINT if name == "compile_mode" else ""
-            raise ValueError(f"{name}={getattr(config, name)!r} is not a choice: {listed}.{hint}")
+            _check_at_least(name, getattr(config, name), minimum)
     if config.max_burst > MAX_BURST:
         raise ValueError(f"max_burst={config.max_burst} is too large: at most {MAX_BURST} steps.")
-    _check_compile(config)
+    _check_compile_mode(config)
     if config.buckets is not None:
         _check_buckets(config.buckets, config)
     if not config.has_engine_attention:
@@ -94,96 +77,15 @@ def check_device(config: CBSyncConfig, device_type: str) -> None:
     if device_type == "cuda":
         return
     on_cuda = {
-        "cuda_graph=True": config.cuda_graph,
-        f"compile_mode={config.compile_mode!r}": config.compile_mode in GRAPH_TREE_MODES,
+        f"compile_mode={config.compile_mode!r}": COMPILE_MODES[config.compile_mode].graphs is not None,
         "fusion='layers'": config.fusion == "layers",
     }
+    elsewhere = [repr(name) for name, mode in COMPILE_MODES.items() if mode.graphs is None]
     for setting, is_set in on_cuda.items():
         if is_set:
             raise EngineError(
-                f"{setting} needs a CUDA device, and the model is on {device_type}: compile_mode None, 'default' and "
-                "'max-autotune-no-cudagraphs' run there, with fusion 'none' or 'projections'."
-            )
-
-
-def compile_mode_name(config: CBSyncConfig) -> str:
-    """The name under which mode and capture together are known: eager, cuda_graph, compiled_cuda_graph, ..."""
-    if config.compile_mode is None:
-        return "cuda_graph" if config.cuda_graph else "eager"
-    return "compiled_cuda_graph" if config.cuda_graph else config.compile_mode.replace("-", "_")
-
-
-def _check_types(config: CBSyncConfig) -> None:
-    """Raise `TypeError`, naming the setting, for a value of another type: "off" would count as true."""
-    if not isinstance(config, CBSyncConfig):
-        raise TypeError(f"config={config!r} is a {type(config).__name__}: pass a CBSyncConfig.")
-    for name in _INT_SETTINGS:
-        value = getattr(config, name)
-        if type(value) is not int and not (value is None and name in _SETTINGS_THAT_MAY_BE_NONE):
-            raise TypeError(f"{name}={value!r} must be a whole number.")
-    for name in _BOOL_SETTINGS:
-        if type(getattr(config, name)) is not bool:
-            raise TypeError(f"{name}={getattr(config, name)!r} must be True or False.")
-    buckets = config.buckets
-    is_sequence = isinstance(buckets, Sequence) and not isinstance(buckets, str)
-    if buckets is not None and not (is_sequence and all(type(b) is int for b in buckets)):
-        raise TypeError(f"buckets={buckets!r} must be a list of whole numbers, or None.")
-    if config.on_step is not None and not callable(config.on_step):
-        raise TypeError(f"on_step={config.on_step!r} must be a function of a step's index and its StepInfo.")
-
-
-def _check_compile(config: CBSyncConfig) -> None:
-    mode = config.compile_mode
-    if config.cuda_graph and mode not in (None, "default"):
-        raise EngineError(
-            f"cuda_graph=True does not go with compile_mode={mode!r}: capture the eager forward (None) or 'default'; "
-            f"{' and '.join(map(repr, GRAPH_TREE_MODES))} capture graphs by themselves."
-        )
-    if config.compile_region == "layer" and (mode is None or mode in GRAPH_TREE_MODES):
-        reason = "compiles nothing" if mode is None else "captures graphs of the whole model"
-        raise EngineError(
-            f"compile_region='layer' does not go with compile_mode={mode!r}, which {reason}: use 'default' or "
-            "'max-autotune-no-cudagraphs'."
-        )
-    if config.recompile_limit is not None and mode is None and config.has_engine_attention:
-        raise EngineError(
-            f"recompile_limit={config.recompile_limit} is without effect when compile_mode=None, which compiles "
-            "nothing: leave it out."
-        )
-
-
-def _check_buckets(buckets: Sequence[int], config: CBSyncConfig) -> None:
-    is_ascending = all(a < b for a, b in itertools.pairwise(buckets))
-    if not buckets or buckets[0] < 1 or not is_ascending or buckets[-1] > MAX_BUCKET:
-        raise ValueError(
-            f"buckets={tuple(buckets)} must be batch sizes from 1 to {MAX_BUCKET} in ascending order."
-        )
-    if config.batch_shape == "natural":
-        raise EngineError("buckets are without effect when batch_shape='natural': leave them out.")
-    largest = config.max_requests_per_batch
-    if largest is not None and largest > buckets[-1]:
-        raise ValueError(
-            f"buckets end at {buckets[-1]}, and a batch may have max_requests_per_batch={largest} requests: add a "
-            "bucket that holds them."
-        )
-
-
-def _check_without_engine_attention(config: CBSyncConfig) -> None:
-    idle = {
-        f"compile_mode={config.compile_mode!r}": config.compile_mode is not None,
-        "cuda_graph=True": config.cuda_graph,
-        f"fusion={config.fusion!r}": config.fusion not in ("auto", "none"),
-        f"batch_shape={config.batch_shape!r}": config.batch_shape != "buckets",
-        f"buckets={config.buckets!r}": config.buckets is not None,
-        f"max_burst={config.max_burst}": config.max_burst != CBSyncConfig.max_burst,
-        f"recompile_limit={config.recompile_limit}": config.recompile_limit is not None,
-        "self_check=False": not config.self_check,
-    }
-    for setting, is_set in idle.items():
-        if is_set:
-            raise EngineError(
-                f"{setting} works on the engine's own decode steps: it needs attn_implementation='cbexp', "
-                f"not {config.attn_implementation!r}."
+                f"{setting} needs a CUDA device, and the model is on {device_type}: compile_mode "
+                f"{', '.join(elsewhere[:-1])} and {elsewhere[-1]} run there, with fusion 'none' or 'projections'."
             )
 
 
@@ -198,10 +100,8 @@ def resolve_decoding(
     if config.eos_token_id is not None:
         eos_token_ids, where = _as_ids(config.eos_token_id), "eos_token_id"
     else:
-        ids, where = (
-            _as_ids(getattr(generation_config, "eos_token_id", None)),
-            "generation_config.eos_token_id",
-        )
+        where = "generation_config.eos_token_id"
+        ids = _as_ids(getattr(generation_config, "eos_token_id", None))
         # Upstream's batching leaves -1 in a config that has no EOS.
         eos_token_ids = tuple(i for i in ids if i != -1)
     for token_id in eos_token_ids:
@@ -216,6 +116,78 @@ def resolve_decoding(
         eos_token_ids=eos_token_ids,
         pad_token_id=_first_set(config, generation_config, "pad_token_id"),
     )
+
+
+def _check_type(name: str, value: object, hint: Any) -> None:
+    if get_origin(hint) is Literal:
+        if value not in get_args(hint):
+            raise _not_a_choice(name, value, get_args(hint))
+        return
+    kinds = get_args(hint) or (hint,)
+    if (value is None and NoneType in kinds) or name == "eos_token_id":  # checked with the model's vocabulary
+        return
+    is_right, expected = _EXPECTED.get(name) or _EXPECTED_OF_TYPE.get(kinds[0], (lambda _: True, ""))
+    if not is_right(value):
+        raise TypeError(f"{name}={value!r} must be {expected}.")
+
+
+def _not_a_choice(name: str, value: object, choices: Sequence[object]) -> ValueError:
+    return ValueError(f"{name}={value!r} is not a choice: {', '.join(map(repr, choices))}.")
+
+
+def _is_int_sequence(value: object) -> bool:
+    is_sequence = isinstance(value, Sequence) and not isinstance(value, str)
+    return is_sequence and all(type(item) is int for item in value)  # type: ignore[attr-defined]
+
+
+# Setting, or type of settings -> whether a value is right, and what it must be. True is no whole number.
+_EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "on_step": (callable, "a function of a step's index and its StepInfo"),
+    "buckets": (_is_int_sequence, "a list of whole numbers, or None"),
+}
+_EXPECTED_OF_TYPE: dict[type, tuple[Callable[[Any], bool], str]] = {
+    bool: (lambda value: type(value) is bool, "True or False"),
+    int: (lambda value: type(value) is int, "a whole number"),
+}
+
+
+def _check_compile_mode(config: CBSyncConfig) -> None:
+    mode = config.compile_mode
+    if not isinstance(mode, str) or mode not in COMPILE_MODES:
+        raise _not_a_choice("compile_mode", mode, tuple(COMPILE_MODES))
+    is_idle = COMPILE_MODES[mode].torch_mode is None and config.has_engine_attention
+    if config.recompile_limit is not None and is_idle:
+        raise EngineError(
+            f"recompile_limit={config.recompile_limit} is without effect when compile_mode={mode!r}, which compiles "
+            "nothing: leave it out."
+        )
+
+
+def _check_buckets(buckets: Sequence[int], config: CBSyncConfig) -> None:
+    is_ascending = all(a < b for a, b in itertools.pairwise(buckets))
+    if not buckets or buckets[0] < 1 or not is_ascending or buckets[-1] > MAX_BUCKET:
+        raise ValueError(
+            f"buckets={list(buckets)} must be batch sizes from 1 to {MAX_BUCKET} in ascending order, as in [1, 8, 32]."
+        )
+    if config.batch_shape == "natural":
+        raise EngineError("buckets are without effect when batch_shape='natural': leave them out.")
+    largest = config.max_requests_per_batch
+    if largest is not None and largest > buckets[-1]:
+        raise ValueError(
+            f"buckets end at {buckets[-1]}, and a batch may have max_requests_per_batch={largest} requests: add a "
+            "bucket that holds them."
+        )
+
+
+def _check_without_engine_attention(config: CBSyncConfig) -> None:
+    for name in DECODE_SETTINGS:
+        value = getattr(config, name)
+        is_default = value == getattr(CBSyncConfig, name)
+        if not is_default and (name, value) != ("fusion", "none"):
+            raise EngineError(
+                f"{name}={value!r} works on the engine's own decode steps: it needs attn_implementation='cbexp', "
+                f"not {config.attn_implementation!r}."
+            )
 
 
 def _first_set(config: CBSyncConfig, generation_config: GenerationConfig | None, name: str) -> int | None:

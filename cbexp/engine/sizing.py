@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from cbexp.engine.request_book import PromptGroup
+from cbexp.engine.requests import PromptGroup
 from cbexp.engine.types import CBSyncConfig
 
 # Of one row over two blocks, and one to spare.
@@ -20,13 +20,13 @@ CROWDED_SAFETY_MARGIN = 0.15
 DEFAULT_MAX_REQUESTS = 256
 
 
-def count_blocks_needed(groups: Iterable[PromptGroup], page_size: int, slack_blocks: int) -> int:
+def count_blocks_needed(groups: Iterable[PromptGroup], page_size: int, rounding_blocks: int) -> int:
     """Blocks that hold every request of a round at full length at once, none of them shared.
 
-    Each request takes whole pages; `slack_blocks` covers rounding to sectors in models with several attention types.
+    Each request takes whole pages; `rounding_blocks` covers rounding to sectors in models with several attention types.
     """
     blocks = sum(len(g.request_ids) * math.ceil(g.num_stored_tokens / page_size) for g in groups)
-    return blocks + slack_blocks
+    return blocks + rounding_blocks
 
 
 def choose_safety_margin(blocks_needed: int, num_blocks: int) -> float:
@@ -34,12 +34,10 @@ def choose_safety_margin(blocks_needed: int, num_blocks: int) -> float:
     return 0.0 if blocks_needed <= num_blocks else CROWDED_SAFETY_MARGIN
 
 
-def resolve_max_requests(
-    asked: int | None, buckets: Sequence[int] | None, num_blocks: int, max_batch_tokens: int
-) -> int:
+def resolve_max_requests(config: CBSyncConfig, num_blocks: int) -> int:
     """Most requests of one batch: each of them has a block of its own and, in an ordinary step, a token."""
-    largest = DEFAULT_MAX_REQUESTS if buckets is None else buckets[-1]
-    return min(largest if asked is None else asked, num_blocks, max_batch_tokens)
+    largest = DEFAULT_MAX_REQUESTS if config.buckets is None else config.buckets[-1]
+    return min(config.max_requests_per_batch or largest, num_blocks, config.max_batch_tokens)
 
 
 def add_spare_blocks(num_blocks: int, config: CBSyncConfig) -> int:

@@ -1,19 +1,42 @@
-"""What the engine takes and gives: configuration, completions, step records, and the surface that drivers share."""
+"""What the engine takes and gives: configuration, completions, step records, errors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, overload
+from typing import Literal, overload
 
 FinishReason = Literal["eos", "length", "failed"]
 StepKind = Literal["prefill", "mixed", "decode"]
-CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
-CompileRegion = Literal["model", "layer"]
 BatchShape = Literal["natural", "buckets", "full"]
 Fusion = Literal["auto", "none", "projections", "layers"]
+Scheduler = Literal["fifo", "prefill_first"]
 # The engine's own attention, as a value of `CBSyncConfig.attn_implementation`.
 ENGINE_ATTENTION = "cbexp"
+
+
+@dataclass(frozen=True)
+class CompileMode:
+    """What a mode does to the forward of a decode step.
+
+    `torch_mode` is torch.compile's name of the mode; None: nothing is compiled. `graphs` says who records CUDA graphs:
+    the engine ("engine"), torch.compile itself ("torch"), or nobody (None).
+    """
+
+    torch_mode: str | None = None
+    graphs: Literal["engine", "torch"] | None = None
+
+
+# Every compile mode, by the name that it has from the command line to the summary.
+COMPILE_MODES = {
+    "eager": CompileMode(),
+    "default": CompileMode("default"),
+    "reduce_overhead": CompileMode("reduce-overhead", graphs="torch"),
+    "max_autotune": CompileMode("max-autotune", graphs="torch"),
+    "max_autotune_no_cudagraphs": CompileMode("max-autotune-no-cudagraphs"),
+    "cuda_graph": CompileMode(graphs="engine"),
+    "compiled_cuda_graph": CompileMode("default", graphs="engine"),
+}
 
 
 class EngineError(RuntimeError):
@@ -108,12 +131,11 @@ class CBSyncConfig:
     `max_new_tokens` is overridden by a request's own. `eos_token_id`: one id or several; an empty sequence ignores EOS.
     `pad_token_id` is recorded only: rows that pad a batch hold no token. `page_size`, `max_batch_tokens` are in tokens.
     `num_blocks` None sizes the cache for the largest round so far: one that needs more rebuilds it before it starts.
-    `max_requests_per_batch` None: as many as the largest bucket, else up to `sizing.DEFAULT_MAX_REQUESTS`.
+    `max_requests_per_batch` None: as many as the largest bucket, else up to `DEFAULT_MAX_REQUESTS`.
 
     `attn_implementation`: the engine's own attention, with decode steps in bursts; or, by its name, the implementation
-    that the model was loaded with, for which every step is one of transformers' own (no compile mode, graph or fusion).
-    `compile_mode` is torch.compile's, None runs eagerly; `compile_region`: what it compiles at once. `cuda_graph`
-    captures the eager or compiled decode forward. `recompile_limit` None: PyTorch's own.
+    that the model was loaded with, for which every step is one of transformers' own (nothing compiled or fused).
+    `compile_mode` is a name of `COMPILE_MODES`. `recompile_limit` None: PyTorch's own.
     `batch_shape`: a decode step computes the rows it has ("natural"), the next of `buckets` (None: 1, 2, 4, ... up to
     the largest batch, which is included) or always the largest ("full"). `max_burst`: decode steps that may run without
     the host. `fusion`: "projections" computes q/k/v and gate/up as one product each, "layers" runs decoder layers as
@@ -127,9 +149,7 @@ class CBSyncConfig:
     pad_token_id: int | None = None
     do_sample: bool = False
     attn_implementation: str = ENGINE_ATTENTION
-    compile_mode: CompileMode | None = None
-    compile_region: CompileRegion = "model"
-    cuda_graph: bool = False
+    compile_mode: str = "eager"
     recompile_limit: int | None = None
     batch_shape: BatchShape = "buckets"
     buckets: Sequence[int] | None = None
@@ -141,48 +161,10 @@ class CBSyncConfig:
     max_batch_tokens: int = 16_384
     max_requests_per_batch: int | None = None
     allow_block_sharing: bool = False
-    scheduler: Literal["fifo", "prefill_first"] = "fifo"
+    scheduler: Scheduler = "fifo"
     on_step: OnStep | None = None
 
     @property
     def has_engine_attention(self) -> bool:
         """Whether the engine's own attention runs, and with it bursts."""
         return self.attn_implementation == ENGINE_ATTENTION
-
-
-class RolloutDriver(Protocol):
-    """What an experiment needs of any way to generate (SyncCBDriver and the peers)."""
-
-    @property
-    def resolved(self) -> dict[str, Any]:
-        """Batching, attention and compile settings as they really run, as plain JSON values."""
-
-    @property
-    def steps(self) -> list[StepInfo]:
-        """Step records of the last (or running) drive; empty for drivers that cannot see their steps."""
-
-    @property
-    def compile_stats(self) -> dict[str, Any]:
-        """Counts and seconds of compiling and capturing so far; empty for drivers that cannot tell."""
-
-    @property
-    def partial_completions(self) -> dict[str, Completion]:
-        """After an error or an interrupt in a drive: what it had produced, unfinished requests marked failed."""
-
-    def warmup(self) -> None:
-        """Compile and capture what can be done before the first request."""
-
-    def add_requests(
-        self,
-        prompt_ids_list: Sequence[Sequence[int]],
-        *,
-        max_new_tokens: int | Sequence[int] | None = None,
-        num_generations: int = 1,
-    ) -> list[str]:
-        """Queue prompts; returns num_generations request ids for each, the generations of a prompt side by side."""
-
-    def drive_until_empty(self) -> dict[str, Completion]:
-        """Run until every queued request has ended; request id -> completion in submission order, every id present."""
-
-    def close(self) -> None:
-        """Release cache and graphs and give the model back as it was. Safe to call twice."""

@@ -1,6 +1,6 @@
 """Pure functions and records that turn times and completions into numbers: request, step, round, run."""
 
-from cbexp.metrics.facts import RunFacts, workload_hash
+from cbexp.metrics.description import RunDescription, workload_hash
 from cbexp.metrics.quantiles import Quantiles, Spread, median, percentile, spread, spread_of_rate
 from cbexp.metrics.records import (
     FINISHED_REASONS,
@@ -8,7 +8,6 @@ from cbexp.metrics.records import (
     MemoryUse,
     RequestRecord,
     RoundRecord,
-    StepRecord,
     StepSummary,
     flatten_numbers,
 )
@@ -16,7 +15,7 @@ from cbexp.metrics.requests import digest_completions, digest_ids, summarize_com
 from cbexp.metrics.roofline import RooflineInputs, mean_decode_context, roofline_fraction
 from cbexp.metrics.rounds import summarize_round
 from cbexp.metrics.run import COMPILE_STATS, summarize_run
-from cbexp.metrics.steps import summarize_step_records, summarize_steps
+from cbexp.metrics.steps import step_rows, summarize_steps
 
 __all__ = [
     "COMPILE_STATS",
@@ -27,9 +26,8 @@ __all__ = [
     "RequestRecord",
     "RooflineInputs",
     "RoundRecord",
-    "RunFacts",
+    "RunDescription",
     "Spread",
-    "StepRecord",
     "StepSummary",
     "digest_completions",
     "digest_ids",
@@ -40,11 +38,11 @@ __all__ = [
     "roofline_fraction",
     "spread",
     "spread_of_rate",
+    "step_rows",
     "summarize_completions",
     "summarize_requests",
     "summarize_round",
     "summarize_run",
-    "summarize_step_records",
     "summarize_steps",
     "workload_hash",
 ]

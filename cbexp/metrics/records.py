@@ -73,25 +73,6 @@ class RequestRecord(Record):
 
 
 @dataclass(frozen=True)
-class StepRecord(Record):
-    """One host-visible step of a round; `start_s` counts from the round's start. Fields as in the engine's StepInfo."""
-
-    round_index: int
-    step_index: int
-    kind: str
-    num_steps: int
-    num_requests: int
-    num_tokens: int
-    num_padding: int
-    bucket: int | None
-    start_s: float
-    duration_s: float
-    num_waiting: int
-    num_finished: int
-    cache_used_fraction: float
-
-
-@dataclass(frozen=True)
 class StepSummary(Record):
     """The steps of a round taken together.
 

@@ -6,13 +6,13 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from cbexp.metrics.inputs import CompletionLike, TimingsLike
+from cbexp.engine.types import Completion, RequestTimings
 from cbexp.metrics.records import LOST, RequestRecord
 
 
 def summarize_requests(
     round_index: int,
-    completions: Mapping[str, CompletionLike],
+    completions: Mapping[str, Completion],
     request_ids: Sequence[str],
     verdicts: Sequence[bool | None],
     limits: Sequence[int],
@@ -33,7 +33,7 @@ def summarize_requests(
 
 def summarize_completions(
     round_index: int,
-    completions: Mapping[str, CompletionLike],
+    completions: Mapping[str, Completion],
     request_ids: Sequence[str],
     texts: Sequence[str | None],
     verdicts: Sequence[bool | None],
@@ -66,7 +66,7 @@ def digest_completions(requests: Sequence[RequestRecord]) -> str:
 
 
 def _summarize_request(
-    round_index: int, request_id: str, completion: CompletionLike | None, verdict: bool | None, limit: int
+    round_index: int, request_id: str, completion: Completion | None, verdict: bool | None, limit: int
 ) -> RequestRecord:
     if completion is None:
         return _lost_request(round_index, request_id, limit)
@@ -108,7 +108,7 @@ def _lost_request(round_index: int, request_id: str, limit: int) -> RequestRecor
     )
 
 
-def _since_submission(timings: TimingsLike, moment_s: float | None) -> float | None:
+def _since_submission(timings: RequestTimings, moment_s: float | None) -> float | None:
     return None if moment_s is None else moment_s - timings.submitted_s
 
 

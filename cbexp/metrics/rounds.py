@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from cbexp.metrics.inputs import StepLike
+from cbexp.engine.types import StepInfo
 from cbexp.metrics.quantiles import Quantiles, quantiles
 from cbexp.metrics.records import FINISH_REASONS, LOST, MemoryUse, RequestRecord, RoundRecord
 from cbexp.metrics.requests import digest_completions
@@ -18,7 +18,7 @@ def summarize_round(
     start_s: float,
     end_s: float,
     requests: Sequence[RequestRecord],
-    steps: Sequence[StepLike],
+    steps: Sequence[StepInfo],
     memory: MemoryUse | None,
 ) -> RoundRecord:
     """The record of a round between two moments of one clock; `steps` as the driver tells them.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from cbexp.metrics.facts import RunFacts
+from cbexp.metrics.description import RunDescription
 from cbexp.metrics.quantiles import (
     Quantiles,
     Spread,
@@ -40,13 +40,14 @@ COMPILE_STATS = (
 
 
 def summarize_run(
-    facts: RunFacts,
+    description: RunDescription,
     rounds: Sequence[RoundRecord],
     requests: Sequence[RequestRecord],
     durations_s: Mapping[str, float],
     roofline: RooflineInputs | None,
     warnings: Sequence[str],
     compile_stats: Mapping[str, Any],
+    idle: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """The content of summary.json: plain JSON values over the timed rounds; of warmup only its number is there.
 
@@ -54,7 +55,8 @@ def summarize_run(
     (`relative_half_range` = (max - min) / 2 / median). A rate is that of the median round by wall time. Percentiles
     of requests are over all requests of the timed rounds; those of decode steps are the median of the rounds'
     percentiles. `durations_s` are seconds outside of timing, by name (load, compile, warmup). `compile_stats` is what
-    the driver counted over the whole run, warmup included: `COMPILE_STATS`, of which what it lacks is None.
+    the driver counted over the whole run, warmup included: `COMPILE_STATS`, of which what it lacks is None. `idle` has
+    the settings that changed nothing, each with its value and the reason.
 
     Keys that scripts of this field read:
         backend: the driver (sync, manager, generate, vllm). compile_mode, attn_impl, lora_adapter: as resolved.
@@ -76,13 +78,13 @@ def summarize_run(
     timed_requests = [request for request in requests if request.round_index in timed_indices]
     return {
         "status": "completed",
-        **facts.to_dict(),
-        **_script_keys(facts, timed),
+        **description.to_dict(),
+        **_script_keys(description, timed),
         "num_warmup_rounds": len(rounds) - len(timed),
         "num_rounds": len(timed),
         "durations_s": dict(durations_s),
         **_throughput(timed),
-        **_outcomes(timed, timed_requests, facts),
+        **_outcomes(timed, timed_requests, description),
         **_latencies(timed_requests),
         **_steps(timed),
         **{name: compile_stats.get(name) for name in COMPILE_STATS},
@@ -90,17 +92,18 @@ def summarize_run(
         "bandwidth_bytes_per_s": None if roofline is None else roofline.bandwidth_bytes_per_s,
         "roofline_fraction": _roofline(timed, timed_requests, roofline),
         **_determinism(timed, timed_requests),
+        "settings_without_effect": list(idle),
         "warnings": list(warnings),
     }
 
 
-def _script_keys(facts: RunFacts, timed: Sequence[RoundRecord]) -> dict[str, Any]:
+def _script_keys(description: RunDescription, timed: Sequence[RoundRecord]) -> dict[str, Any]:
     walls_s = [record.wall_s for record in timed]
     middle = [timed[i].num_output_tokens for i in median_indices(walls_s)]
     num_tokens = sum(middle) / len(middle)
     peak_gib = _peak(timed, "peak_allocated_gib")
     return {
-        "n_prompts": facts.num_prompts,
+        "n_prompts": description.num_prompts,
         "n_decoded_tokens": int(num_tokens) if num_tokens.is_integer() else num_tokens,
         "wall_times_s": walls_s,
         "median_wall_s": median(walls_s),
@@ -124,7 +127,7 @@ def _throughput(timed: Sequence[RoundRecord]) -> dict[str, Any]:
 
 
 def _outcomes(
-    timed: Sequence[RoundRecord], requests: Sequence[RequestRecord], facts: RunFacts
+    timed: Sequence[RoundRecord], requests: Sequence[RequestRecord], description: RunDescription
 ) -> dict[str, Any]:
     """Counts over all timed rounds. `num_short`: finished requests of a fixed-length run below their limit."""
     num_judged = sum(record.num_judged for record in timed)
@@ -137,7 +140,7 @@ def _outcomes(
         "num_finished": sum(record.num_finished for record in timed),
         "num_failed": sum(record.num_failed for record in timed),
         "num_lost": sum(record.num_lost for record in timed),
-        "num_short": num_short if facts.is_fixed_length else None,
+        "num_short": num_short if description.is_fixed_length else None,
         "finish_reasons": {
             reason: sum(record.finish_reasons[reason] for record in timed) for reason in FINISH_REASONS
         },

@@ -1,38 +1,25 @@
-"""From the steps that a driver saw to step records and their summary."""
+"""From the steps that a driver saw to their rows on disk and their summary."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import fmean
+from typing import Any
 
-from cbexp.metrics.inputs import StepLike
+from cbexp.engine.types import StepInfo
 from cbexp.metrics.quantiles import quantiles
-from cbexp.metrics.records import StepRecord, StepSummary
+from cbexp.metrics.records import StepSummary
 
 
-def summarize_step_records(round_index: int, start_s: float, steps: Sequence[StepLike]) -> list[StepRecord]:
-    """One record for each step of a round that started at `start_s` on the clock of the steps."""
+def step_rows(round_index: int, start_s: float, steps: Sequence[StepInfo]) -> list[dict[str, Any]]:
+    """One row for each step of a round that started at `start_s`: a `StepInfo` from there on, with its duration."""
     return [
-        StepRecord(
-            round_index=round_index,
-            step_index=index,
-            kind=step.kind,
-            num_steps=step.num_steps,
-            num_requests=step.num_requests,
-            num_tokens=step.num_tokens,
-            num_padding=step.num_padding,
-            bucket=step.bucket,
-            start_s=step.start_s - start_s,
-            duration_s=_duration_s(step),
-            num_waiting=step.num_waiting,
-            num_finished=step.num_finished,
-            cache_used_fraction=step.cache_used_fraction,
-        )
+        {"round_index": round_index, "step_index": index, **_row(step, start_s)}
         for index, step in enumerate(steps)
     ]
 
 
-def summarize_steps(steps: Sequence[StepLike], wall_s: float) -> StepSummary | None:
+def summarize_steps(steps: Sequence[StepInfo], wall_s: float) -> StepSummary | None:
     """The steps of a round of `wall_s` seconds taken together; None when there are none to see."""
     if not steps:
         return None
@@ -61,42 +48,44 @@ def summarize_steps(steps: Sequence[StepLike], wall_s: float) -> StepSummary | N
     )
 
 
-def _duration_s(step: StepLike) -> float:
-    return step.end_s - step.start_s
+def _row(step: StepInfo, start_s: float) -> dict[str, Any]:
+    """The fields of a step; in the place of its end is its duration."""
+    values = vars(step) | {"start_s": step.start_s - start_s, "end_s": step.duration_s}
+    return {"duration_s" if name == "end_s" else name: value for name, value in values.items()}
 
 
-def _kind_duration_s(steps: Sequence[StepLike], kind: str) -> float:
-    return sum(_duration_s(step) for step in steps if step.kind == kind)
+def _kind_duration_s(steps: Sequence[StepInfo], kind: str) -> float:
+    return sum(step.duration_s for step in steps if step.kind == kind)
 
 
-def _per_single_step(steps: Sequence[StepLike], *kinds: str) -> list[float]:
+def _per_single_step(steps: Sequence[StepInfo], *kinds: str) -> list[float]:
     """The batch of every single step, those inside a burst included."""
     return [_mean_batch(step) for step in steps if step.kind in kinds for _ in range(step.num_steps)]
 
 
-def _mean_batch(step: StepLike) -> float:
+def _mean_batch(step: StepInfo) -> float:
     """Requests of a step. Those that end inside a burst leave it: each decode step gives an active one a token."""
     return step.num_tokens / step.num_steps if step.kind == "decode" else step.num_requests
 
 
-def _decode_step_times_s(steps: Sequence[StepLike]) -> list[float]:
+def _decode_step_times_s(steps: Sequence[StepInfo]) -> list[float]:
     """Seconds of every decode step; the steps of a burst share its time equally."""
     return [
-        _duration_s(step) / step.num_steps
+        step.duration_s / step.num_steps
         for step in steps
         if step.kind == "decode"
         for _ in range(step.num_steps)
     ]
 
 
-def _padding_share(steps: Sequence[StepLike]) -> float:
+def _padding_share(steps: Sequence[StepInfo]) -> float:
     num_padding = sum(step.num_padding for step in steps)
     num_rows = num_padding + sum(step.num_tokens for step in steps)
     return num_padding / num_rows if num_rows else 0.0
 
 
-def _mean_cache_used(steps: Sequence[StepLike]) -> float:
-    total_s = sum(_duration_s(step) for step in steps)
+def _mean_cache_used(steps: Sequence[StepInfo]) -> float:
+    total_s = sum(step.duration_s for step in steps)
     if not total_s:
         return fmean(step.cache_used_fraction for step in steps)
-    return sum(step.cache_used_fraction * _duration_s(step) for step in steps) / total_s
+    return sum(step.cache_used_fraction * step.duration_s for step in steps) / total_s

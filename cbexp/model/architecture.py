@@ -17,7 +17,7 @@ from transformers import (
 
 from cbexp.checks import describe_near_matches
 from cbexp.config import BUILTIN_PREFIX, ModelConfig
-from cbexp.engine.architecture_support import find_architecture_problem
+from cbexp.engine.support import find_architecture_problem
 from cbexp.errors import ModelError
 from cbexp.hub import Source, explained_loading, first_line, resolve_source
 

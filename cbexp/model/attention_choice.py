@@ -16,6 +16,7 @@ from transformers.utils.import_utils import (
 )
 
 from cbexp.checks import check_choice
+from cbexp.drivers.registry import DRIVERS, DriverKind
 from cbexp.engine.types import ENGINE_ATTENTION
 from cbexp.errors import ConfigError, ModelError, NotApplicableError
 from cbexp.model.architecture import causal_model_class
@@ -52,55 +53,50 @@ ATTENTION_IMPLEMENTATIONS = ("auto", ENGINE_ATTENTION, "sdpa", "eager", *FLASH_P
 
 
 def resolve_attention(
-    name: str, driver: str, architecture: PreTrainedConfig, device: torch.device, dtype: torch.dtype
+    name: str, kind: DriverKind, architecture: PreTrainedConfig, device: torch.device, dtype: torch.dtype
 ) -> AttentionChoice:
-    """Return the attention that `driver` runs when `name` is asked for: auto is the engine's own where there is one.
+    """Return the attention that a driver runs when `name` is asked for: auto is its own where it has one.
 
     Raises:
-        ConfigError: `driver` does not have it; and all that `resolve_loaded_attention` raises.
+        ConfigError: the driver does not have it; and all that `resolve_loaded_attention` raises.
     """
-    if driver == "sync" and name in ("auto", ENGINE_ATTENTION):
-        return AttentionChoice(ENGINE_ATTENTION)
-    if driver == "vllm":
-        return _choose_for_vllm(name)
-    if name == ENGINE_ATTENTION:
+    if kind.own_attention is not None and name in ("auto", kind.own_attention):
+        return AttentionChoice(kind.own_attention)
+    if not kind.has_other_attentions:
         raise ConfigError(
-            f"model.attn_implementation={name} is the synchronous driver's own and does not work with "
-            f"driver={driver}: use driver=sync, or model.attn_implementation=auto."
+            f"model.attn_implementation={name} does not work with driver={kind.name}, which chooses its attention "
+            "itself: use auto."
         )
-    if driver == "manager" and name == "auto":
-        return _choose_for_manager(architecture, device, dtype)
+    if name == ENGINE_ATTENTION:
+        owner = next(kind.name for kind in DRIVERS.values() if kind.own_attention == name)
+        raise ConfigError(
+            f"model.attn_implementation={name} is driver={owner}'s own and does not work with driver={kind.name}: use "
+            f"driver={owner}, or model.attn_implementation=auto."
+        )
+    if kind.is_best_with_flash and name == "auto":
+        return _choose_flash(architecture, device, dtype)
     return resolve_loaded_attention(name, architecture, device, dtype)
 
 
-def _choose_for_manager(
+def _choose_flash(
     architecture: PreTrainedConfig, device: torch.device, dtype: torch.dtype
 ) -> AttentionChoice:
-    """With a flash attention the manager captures graphs and batches asynchronously: its best, several times faster."""
-    for name in _flash_of_managers(device):
+    """With a flash attention upstream's manager captures graphs and batches asynchronously: several times faster."""
+    for name in _list_flash(device):
         with suppress(ConfigError, ModelError):
             _require_flash(name, architecture, device, dtype)
             return AttentionChoice(name, "the manager captures graphs with it, and it is installed")
     return _choose_attention(architecture)
 
 
-def _flash_of_managers(device: torch.device) -> tuple[str, ...]:
-    """Those that the manager captures graphs with and `device` runs, the fastest first."""
+def _list_flash(device: torch.device) -> tuple[str, ...]:
+    """Those that upstream's manager captures graphs with and `device` runs, the fastest first."""
     if device.type != "cuda":
         return ()
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 0):
         return ()
     return ("flash_attention_3", "flash_attention_2") if capability[0] == 9 else ("flash_attention_2",)
-
-
-def _choose_for_vllm(name: str) -> AttentionChoice:
-    if name != "auto":
-        raise ConfigError(
-            f"model.attn_implementation={name} does not work with driver=vllm, which chooses its attention itself: use "
-            "auto."
-        )
-    return AttentionChoice("vllm")
 
 
 def resolve_loaded_attention(

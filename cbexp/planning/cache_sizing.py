@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cbexp.engine.sizing import MIN_BLOCKS_FOR_CHECK
+from cbexp.engine.sizing import add_spare_blocks
 from cbexp.errors import ConfigError, MemoryBudgetError
 from cbexp.model.memory import (
     CacheCost,
@@ -49,11 +49,11 @@ def check_prompt_lengths(plan: RunPlan, prompt_lengths: Sequence[int]) -> None:
 
 
 def size_cache(
-    plan: RunPlan, prompt_lengths: Sequence[int], num_generations: int, slack_blocks: int, free_bytes: int
+    plan: RunPlan, prompt_lengths: Sequence[int], num_generations: int, rounding_blocks: int, free_bytes: int
 ) -> CacheSize:
     """Return the cache for a round: the size that was asked for, else what the round needs and `free_bytes` allows.
 
-    `slack_blocks` is what rounding can waste in a model with several kinds of layers.
+    `rounding_blocks` is what rounding can waste in a model with several kinds of layers.
 
     Raises:
         ConfigError: the longest request can never fit the cache that was asked for.
@@ -61,7 +61,7 @@ def size_cache(
     """
     num_requests = len(prompt_lengths) * num_generations
     max_requests = min(plan.max_requests_per_batch, max(num_requests, num_generations))
-    max_batch_tokens = min(plan.max_batch_tokens, sum(prompt_lengths) * num_generations)
+    max_batch_tokens = min(plan.config.cache.max_batch_tokens, sum(prompt_lengths) * num_generations)
     if plan.cache_tokens is not None:
         num_blocks = math.ceil(plan.cache_tokens / plan.page_size)
         _check_longest_fits(plan, num_blocks, prompt_lengths)
@@ -69,9 +69,8 @@ def size_cache(
         cost = estimate_cache_cost(
             plan.architecture, plan.dtype, max_batch_tokens, max_requests, is_masked=plan.attention.is_masked
         )
-        num_blocks = _size_for_round(plan, prompt_lengths, num_generations, slack_blocks, cost, free_bytes)
-        if plan.decode is not None and plan.decode.self_check:
-            num_blocks = max(num_blocks, MIN_BLOCKS_FOR_CHECK)
+        needed = _size_for_round(plan, prompt_lengths, num_generations, rounding_blocks, cost, free_bytes)
+        num_blocks = add_spare_blocks(needed, plan.settings)
     return CacheSize(num_blocks, max_batch_tokens, max_requests)
 
 
@@ -84,7 +83,7 @@ def max_requests_in_memory(plan: RunPlan, prompt_lengths: Sequence[int], free_by
     # A batch generates until its last request ends, so that any row may have to hold both maxima.
     row_tokens = max(prompt_lengths) + plan.max_new_tokens
     row_bytes = row_tokens * plan.kv_bytes_per_token
-    num_rows = int(free_bytes * plan.max_memory_fraction // row_bytes)
+    num_rows = int(free_bytes * plan.config.cache.max_memory_fraction // row_bytes)
     if num_rows == 0:
         raise MemoryBudgetError(
             f"{plan.device} has {format_gib(free_bytes)} free, and one request of {row_tokens} tokens takes "
@@ -122,26 +121,26 @@ def _size_for_round(
     plan: RunPlan,
     prompt_lengths: Sequence[int],
     num_generations: int,
-    slack_blocks: int,
+    rounding_blocks: int,
     cost: CacheCost,
     free_bytes: int,
 ) -> int:
     tokens_needed = cache_tokens_needed(full_lengths(plan, prompt_lengths), num_generations, plan.page_size)
-    blocks_needed = tokens_needed // plan.page_size + slack_blocks
-    blocks_that_fit = cost.tokens_within(free_bytes * plan.max_memory_fraction) // plan.page_size
+    blocks_needed = tokens_needed // plan.page_size + rounding_blocks
+    blocks_that_fit = cost.tokens_within(free_bytes * plan.config.cache.max_memory_fraction) // plan.page_size
     if blocks_needed <= blocks_that_fit:
         return blocks_needed
     num_tokens, longest_blocks = _longest_request(plan, prompt_lengths)
-    if blocks_that_fit < longest_blocks + slack_blocks:
+    if blocks_that_fit < longest_blocks + rounding_blocks:
+        least_bytes = cost.total_bytes((longest_blocks + rounding_blocks) * plan.page_size)
         raise MemoryBudgetError(
             f"{plan.device} has {format_gib(free_bytes)} free, of which cache.max_memory_fraction="
-            f"{plan.max_memory_fraction} may be used, and the longest request ({num_tokens} tokens) takes "
-            f"{format_gib(cost.total_bytes((longest_blocks + slack_blocks) * plan.page_size))} with a step's buffers. "
-            f"Lower {what_to_lower(plan)}."
+            f"{plan.config.cache.max_memory_fraction} may be used, and the longest request ({num_tokens} tokens) takes "
+            f"{format_gib(least_bytes)} with a step's buffers. Lower {what_to_lower(plan)}."
         )
     warning = (
         f"cache=auto: the round needs {blocks_needed * plan.page_size} tokens and {blocks_that_fit * plan.page_size} "
-        f"fit in {plan.max_memory_fraction:g} of the free memory ({format_gib(free_bytes)}): "
+        f"fit in {plan.config.cache.max_memory_fraction:g} of the free memory ({format_gib(free_bytes)}): "
         "requests wait for each other."
     )
     logger.warning(warning)

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from cbexp.config import CompileConfig
+from cbexp.drivers.registry import DriverKind
+from cbexp.engine.types import COMPILE_MODES
 from cbexp.errors import ConfigError
-from cbexp.planning.compile_choice import MODES_WITHOUT_COMPILER
 
 # Environment variable -> its part of compile.cache_dir.
 FOLDERS = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
@@ -24,18 +25,17 @@ PYTORCHS_OWN = "torchinductor_"
 OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
-def uses_compile_cache(mode: str, driver: str, device: torch.device) -> bool:
-    """Whether this process compiles anything: a job's forward, or the synchronous driver's own kernels on a GPU."""
-    if driver == "vllm":
-        return False
-    return mode not in MODES_WITHOUT_COMPILER or (driver == "sync" and device.type == "cuda")
+def uses_compile_cache(mode: str, kind: DriverKind, device: torch.device) -> bool:
+    """Whether this process compiles anything: a job's forward, or the driver's own kernels on a GPU."""
+    has_kernels = kind.has_kernels and device.type == "cuda"
+    return not kind.own_process and (COMPILE_MODES[mode].torch_mode is not None or has_kernels)
 
 
 @contextmanager
-def compile_environment(config: CompileConfig, mode: str, driver: str) -> Iterator[None]:
+def compile_environment(config: CompileConfig, mode: str) -> Iterator[None]:
     """Point PyTorch and Triton to `config.cache_dir` for the body, but where the user's environment names a folder.
 
-    The recompile limit of a peer's forward holds for the body too; the synchronous driver sets its own.
+    The recompile limit holds for the body too, where `mode` compiles.
 
     Raises:
         ConfigError: the folder cannot be made or written.
@@ -44,7 +44,7 @@ def compile_environment(config: CompileConfig, mode: str, driver: str) -> Iterat
     previous_limit = torch._dynamo.config.recompile_limit
     if config.cache_dir is not None:
         _set_folders(config.cache_dir)
-    if driver != "sync" and mode not in MODES_WITHOUT_COMPILER:
+    if COMPILE_MODES[mode].torch_mode is not None:
         torch._dynamo.config.recompile_limit = config.recompile_limit
     try:
         yield

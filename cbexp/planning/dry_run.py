@@ -136,10 +136,10 @@ def _prompt_lengths(config: ExperimentConfig) -> tuple[list[int], bool]:
 def _tokens_that_fit(
     plan: RunPlan, prompt_lengths: Sequence[int], num_generations: int, free_bytes: int
 ) -> int:
-    budget_bytes = (free_bytes - plan.weights.num_bytes) * plan.max_memory_fraction
-    if not plan.has_paged_cache:
+    budget_bytes = (free_bytes - plan.weights.num_bytes) * plan.config.cache.max_memory_fraction
+    if not plan.kind.has_paged_cache:
         return max(0, int(budget_bytes // plan.kv_bytes_per_token))
-    max_batch_tokens = min(plan.max_batch_tokens, sum(prompt_lengths) * num_generations)
+    max_batch_tokens = min(plan.config.cache.max_batch_tokens, sum(prompt_lengths) * num_generations)
     cost = estimate_cache_cost(
         plan.architecture,
         plan.dtype,

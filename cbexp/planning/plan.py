@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
 
-from cbexp.config import ExperimentConfig
+from cbexp.config import ExperimentConfig, IdleSetting, find_idle_settings
 from cbexp.dataset.completion_limits import load_completion_limits
+from cbexp.drivers.registry import MAX_REQUESTS_PER_BATCH, STEP_SETTINGS, DriverKind
+from cbexp.engine.types import ENGINE_ATTENTION, CBSyncConfig
 from cbexp.errors import ConfigError
 from cbexp.model.attention_choice import AttentionChoice, resolve_attention
 from cbexp.model.device import resolve_device, resolve_dtype
@@ -27,50 +30,65 @@ from cbexp.model.memory import (
     total_memory_bytes,
 )
 from cbexp.planning.compile_cache import uses_compile_cache
-from cbexp.planning.compile_choice import DecodePlan, choose_compile_mode, plan_decode
+from cbexp.planning.compile_choice import choose_compile_mode
 from cbexp.planning.plan_warnings import (
     find_handicap,
     find_idle_buckets,
     find_idle_self_check,
-    find_idle_settings,
+    find_overridden_cache_dir,
     find_rounded_cache,
     find_slowness,
 )
 
-PAGE_SIZE = 256
-PAGE_SIZE_WITH_SHARING = 32
-PAGE_SIZE_OF_VLLM = 16
-PAGED_CACHE_KEYS = ("cache_tokens", "page_size", "block_sharing", "scheduler", "max_batch_tokens")
-# A round of so many runs at once with every paged driver alike, so that they compare; upstream's own bound.
-MAX_REQUESTS_PER_BATCH = 1024
-
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a job will run with. `cache_tokens` None: sized for the round once its prompts are known.
+    """A configuration with what it leaves to the machine.
 
-    `limits` has the new tokens that each prompt's requests may have. `decode` is None where each step is transformers'.
-    `max_batch_tokens` is the most a step processes; a round with fewer prompt tokens takes less.
+    `limits` has the new tokens that each prompt's requests may have, `idle` the settings without effect. `warnings`
+    has a line for each of those, and others.
     """
 
-    driver: str
+    config: ExperimentConfig
     device: torch.device
     dtype: torch.dtype
     attention: AttentionChoice
     compile_mode: str
-    decode: DecodePlan | None
     architecture: PreTrainedConfig
     weights: WeightSize
     limits: tuple[int, ...]
-    has_paged_cache: bool
-    cache_tokens: int | None
     page_size: int
     block_sharing: bool
-    scheduler: Literal["fifo", "prefill_first"]
-    max_batch_tokens: int
     max_requests_per_batch: int
-    max_memory_fraction: float
-    warnings: list[str]
+    idle: list[IdleSetting] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def kind(self) -> DriverKind:
+        """What the driver can do."""
+        return self.config.driver_kind
+
+    @property
+    def cache_tokens(self) -> int | None:
+        """The size that the cache was asked for; None: sized for the round once its prompts are known."""
+        return self.config.cache.num_tokens if self.kind.has_paged_cache else None
+
+    @property
+    def settings(self) -> CBSyncConfig:
+        """The engine's settings, but for what the prompts and the loaded model decide."""
+        return self.config.engine_settings(
+            self.compile_mode,
+            self.attention.implementation,
+            max_new_tokens=self.max_new_tokens,
+            page_size=self.page_size,
+            allow_block_sharing=self.block_sharing,
+            max_requests_per_batch=self.max_requests_per_batch,
+        )
+
+    @property
+    def has_engine_steps(self) -> bool:
+        """Whether decode steps are the engine's own."""
+        return self.attention.implementation == ENGINE_ATTENTION
 
     @property
     def max_new_tokens(self) -> int:
@@ -80,7 +98,7 @@ class RunPlan:
     @property
     def uses_compile_cache(self) -> bool:
         """Whether compiled code is kept between runs."""
-        return uses_compile_cache(self.compile_mode, self.driver, self.device)
+        return uses_compile_cache(self.compile_mode, self.kind, self.device)
 
     @property
     def layout(self) -> CacheLayout:
@@ -94,8 +112,9 @@ class RunPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain JSON values; what a driver has no use for is left out."""
+        settings = self.settings
         plan: dict[str, Any] = {
-            "driver": self.driver,
+            "driver": self.kind.name,
             "device": str(self.device),
             "dtype": str(self.dtype).removeprefix("torch."),
             "attn_implementation": self.attention.implementation,
@@ -112,13 +131,17 @@ class RunPlan:
             "mean_max_new_tokens": fmean(self.limits),
             "max_requests_per_batch": self.max_requests_per_batch,
         }
-        if self.decode is not None:
-            plan |= self.decode.to_dict()
-        if self.has_paged_cache and self.driver != "vllm":
-            plan |= {key: getattr(self, key) for key in PAGED_CACHE_KEYS}
-        elif self.driver == "vllm":  # of its pages and steps it decides itself
-            plan |= {key: getattr(self, key) for key in ("cache_tokens", "block_sharing")}
-        return plan | {"warnings": list(self.warnings)}
+        if self.has_engine_steps:
+            plan |= {key: getattr(settings, key) for key in STEP_SETTINGS}
+        if self.kind.has_paged_cache:
+            plan |= {"cache_tokens": self.cache_tokens, "block_sharing": self.block_sharing}
+        if self.kind.has_paged_cache and not self.kind.own_process:  # which decides itself of pages and steps
+            plan |= {"page_size": self.page_size, "scheduler": settings.scheduler}
+            plan |= {"max_batch_tokens": settings.max_batch_tokens}
+        return plan | {
+            "settings_without_effect": [asdict(setting) for setting in self.idle],
+            "warnings": list(self.warnings),
+        }
 
 
 def build_plan(config: ExperimentConfig) -> RunPlan:
@@ -147,49 +170,44 @@ def resolve_plan(config: ExperimentConfig) -> RunPlan:
     device = resolve_device(config.model.device)
     dtype = resolve_dtype(config.model.dtype, device)
     architecture = load_architecture(config.model)
-    driver = config.driver.name
-    attention = resolve_attention(config.model.attn_implementation, driver, architecture, device, dtype)
-    compile_mode = choose_compile_mode(config.compile.mode, driver, attention, device)
-    decode = plan_decode(config.compile, compile_mode, attention, device) if driver == "sync" else None
-    max_requests = _resolve_max_requests(config, decode)
+    attention = resolve_attention(
+        config.model.attn_implementation, config.driver_kind, architecture, device, dtype
+    )
+    compile_mode = choose_compile_mode(config, attention, device)
     limits = tuple(load_completion_limits(config))
     _check_positions(config.dataset.min_length or 1, max(limits), architecture)
     block_sharing = _resolve_block_sharing(config, describe_cache_layout(architecture))
-    cache_tokens = config.cache.num_tokens if config.has_paged_cache else None
-    page_size = config.cache.page_size or _default_page_size(driver, block_sharing)
-    weights = measure_weights(architecture, dtype)
-    return RunPlan(
-        driver=driver,
+    plan = RunPlan(
+        config=config,
         device=device,
         dtype=dtype,
         attention=attention,
         compile_mode=compile_mode,
-        decode=decode,
         architecture=architecture,
-        weights=weights,
+        weights=measure_weights(architecture, dtype),
         limits=limits,
-        has_paged_cache=config.has_paged_cache,
-        cache_tokens=cache_tokens,
-        page_size=page_size,
+        page_size=config.cache.page_size or config.driver_kind.page_sizes[block_sharing],
         block_sharing=block_sharing,
-        scheduler="prefill_first" if config.cache.scheduler == "prefill_first" else "fifo",
-        max_batch_tokens=config.cache.max_batch_tokens,
-        max_requests_per_batch=max_requests,
-        max_memory_fraction=config.cache.max_memory_fraction,
-        warnings=[
-            *find_idle_settings(config, compile_mode, device),
-            *find_idle_buckets(decode, max_requests),
-            *find_idle_self_check(decode, compile_mode, device, dtype),
-            *find_rounded_cache(cache_tokens, page_size),
-            *find_handicap(driver, attention, device),
-            *find_slowness(device, weights, config.model.num_threads),
-        ],
+        max_requests_per_batch=_resolve_max_requests(
+            config, config.engine_settings(compile_mode, attention.implementation).buckets
+        ),
     )
+    idle = find_idle_settings(config, compile_mode, has_kernels=plan.uses_compile_cache)
+    idle += find_idle_self_check(plan.settings, device, dtype)
+    warnings = [
+        *map(str, idle),
+        *(find_overridden_cache_dir(config.compile) if plan.uses_compile_cache else ()),
+        *find_idle_buckets(plan.settings),
+        *find_rounded_cache(plan.cache_tokens, plan.page_size),
+        *find_handicap(plan.kind, attention, device),
+        *find_slowness(device, plan.weights, config.model.num_threads),
+    ]
+    return replace(plan, idle=idle, warnings=warnings)
 
 
 def _memory_bytes(plan: RunPlan) -> int:
-    """What is free; for vLLM all of the device, since asking a GPU for more takes memory of it in this process."""
-    return total_memory_bytes(plan.device) if plan.driver == "vllm" else free_memory_bytes(plan.device)
+    """What is free; for a process of its own all of the device, since asking a GPU for more takes memory of it here."""
+    return total_memory_bytes(plan.device) if plan.kind.own_process else free_memory_bytes(plan.device)
 
 
 def what_to_lower(plan: RunPlan) -> str:
@@ -197,8 +215,8 @@ def what_to_lower(plan: RunPlan) -> str:
     settings = ["cache.num_tokens"] if plan.cache_tokens is not None else []
     if plan.dtype is torch.float32 and plan.device.type == "cuda":
         settings.append("model.dtype (bfloat16 halves it)")
-    settings += ["sampling.max_new_tokens"] if plan.has_paged_cache else []
-    settings += ["cache.max_batch_tokens"] if plan.has_paged_cache and plan.driver != "vllm" else []
+    settings += ["sampling.max_new_tokens"] if plan.kind.has_paged_cache else []
+    settings += ["cache.max_batch_tokens"] if "cache.max_batch_tokens" in plan.kind.reads else []
     return ", ".join(settings) + (", or take a smaller model" if settings else "the size of the model")
 
 
@@ -221,15 +239,9 @@ def _check_positions(shortest_prompt: int, longest_limit: int, architecture: Pre
         )
 
 
-def _default_page_size(driver: str, block_sharing: bool) -> int:
-    if driver == "vllm":
-        return PAGE_SIZE_OF_VLLM
-    return PAGE_SIZE_WITH_SHARING if block_sharing else PAGE_SIZE
-
-
 def _resolve_block_sharing(config: ExperimentConfig, layout: CacheLayout) -> bool:
     asked = config.cache.block_sharing
-    if not config.has_paged_cache or asked == "off":
+    if not config.driver_kind.has_paged_cache or asked == "off":
         return False
     can_share = layout.num_sliding_layers == 0
     if asked == "on" and not can_share:
@@ -240,13 +252,11 @@ def _resolve_block_sharing(config: ExperimentConfig, layout: CacheLayout) -> boo
     return can_share and (asked == "on" or config.dataset.num_generations > 1)
 
 
-def _resolve_max_requests(config: ExperimentConfig, decode: DecodePlan | None) -> int:
+def _resolve_max_requests(config: ExperimentConfig, buckets: Sequence[int] | None) -> int:
     if config.cache.max_requests_per_batch is not None:
         return config.cache.max_requests_per_batch
     num_requests = config.dataset.num_prompts * config.dataset.num_generations
-    if not config.has_paged_cache:
+    if not config.driver_kind.has_paged_cache:
         return num_requests
-    bound = max(MAX_REQUESTS_PER_BATCH, config.dataset.num_generations)
-    if decode is not None and decode.buckets is not None:
-        bound = decode.buckets[-1]
+    bound = max(MAX_REQUESTS_PER_BATCH, config.dataset.num_generations) if buckets is None else buckets[-1]
     return min(num_requests, bound, config.cache.max_batch_tokens)

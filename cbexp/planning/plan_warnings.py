@@ -2,58 +2,57 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import torch
 
-from cbexp.config import CompileConfig, ExperimentConfig
+from cbexp.config import CompileConfig, IdleSetting
+from cbexp.drivers.registry import DriverKind
+from cbexp.engine.types import CBSyncConfig
 from cbexp.model.attention_choice import AttentionChoice
 from cbexp.model.memory import WeightSize
-from cbexp.planning.compile_cache import list_overriding_variables, uses_compile_cache
-from cbexp.planning.compile_choice import DecodePlan
-from cbexp.planning.idle_settings import idle_settings
+from cbexp.planning.compile_cache import list_overriding_variables
 
 LARGE_FOR_A_CPU_BYTES = 2**30
 # Operations of such a model take microseconds: a second thread costs more than it brings.
 SMALL_FOR_THREADS_BYTES = 2**25
 
 
-def find_idle_settings(config: ExperimentConfig, compile_mode: str, device: torch.device) -> list[str]:
-    """Idle settings, given the compile mode as it will run: `auto` may turn out to compile nothing."""
-    resolved = dataclasses.replace(config, compile=dataclasses.replace(config.compile, mode=compile_mode))
-    uses_cache = uses_compile_cache(compile_mode, config.driver.name, device)
-    lines = idle_settings(resolved, has_kernels=uses_cache)
-    return [*lines, *_find_idle_cache_dir(config.compile)] if uses_cache else lines
-
-
-def find_idle_buckets(decode: DecodePlan | None, max_requests: int) -> list[str]:
+def find_idle_buckets(settings: CBSyncConfig) -> list[str]:
     """Buckets beyond the first that holds the largest batch are never used, and of a full batch only that one is."""
-    if decode is None or decode.buckets is None:
-        return []
-    first_holding = sum(bucket < max_requests for bucket in decode.buckets)
-    first_used = first_holding if decode.batch_shape == "full" else 0
-    idle = [bucket for i, bucket in enumerate(decode.buckets) if not first_used <= i <= first_holding]
+    buckets, max_requests = settings.buckets or (), settings.max_requests_per_batch or 0
+    first_holding = sum(bucket < max_requests for bucket in buckets)
+    first_used = first_holding if settings.batch_shape == "full" else 0
+    idle = [bucket for i, bucket in enumerate(buckets) if not first_used <= i <= first_holding]
     if not idle:
         return []
-    shape = f"compile.batch_shape={decode.batch_shape} and batches of at most {max_requests} requests"
+    shape = f"compile.batch_shape={settings.batch_shape} and batches of at most {max_requests} requests"
     return [f"compile.buckets: {', '.join(map(str, idle))} have no effect with {shape}."]
 
 
 def find_idle_self_check(
-    decode: DecodePlan | None, compile_mode: str, device: torch.device, dtype: torch.dtype
-) -> list[str]:
+    settings: CBSyncConfig, device: torch.device, dtype: torch.dtype
+) -> list[IdleSetting]:
     """Eager steps of the model's own code are what others are checked against: where they run, nothing is checked.
 
     Fusion `auto` fuses in half precision on CUDA alone.
     """
-    if decode is None or decode.self_check or compile_mode != "eager":
+    if settings.self_check or settings.compile_mode != "eager":
         return []
     auto_fuses = device.type == "cuda" and dtype is not torch.float32
-    if decode.fusion != "none" and (decode.fusion != "auto" or auto_fuses):
+    if settings.fusion != "none" and (settings.fusion != "auto" or auto_fuses):
+        return []
+    reason = "compile.mode=eager and nothing fused: nothing is checked"
+    return [IdleSetting("compile.self_check", False, reason)]
+
+
+def find_overridden_cache_dir(config: CompileConfig) -> list[str]:
+    """A folder for compiled code that the environment's own goes before."""
+    variables = list_overriding_variables()
+    if not variables or config.cache_dir in (None, CompileConfig.cache_dir):
         return []
     return [
-        "compile.self_check=False has no effect with compile.mode=eager and nothing fused: nothing is checked."
+        f"compile.cache_dir={config.cache_dir} gives way to {' and '.join(variables)} of the environment."
     ]
 
 
@@ -83,20 +82,11 @@ def find_slowness(device: torch.device, weights: WeightSize, num_threads: int | 
     ]
 
 
-def find_handicap(driver: str, attention: AttentionChoice, device: torch.device) -> list[str]:
-    """A manager on a GPU that is far from its best, which a comparison should know."""
-    if driver != "manager" or device.type != "cuda" or not attention.is_masked:
+def find_handicap(kind: DriverKind, attention: AttentionChoice, device: torch.device) -> list[str]:
+    """A driver on a GPU that is far from its best, which a comparison should know."""
+    if not kind.is_best_with_flash or device.type != "cuda" or not attention.is_masked:
         return []
     return [
-        f"driver=manager with {attention.implementation} attention runs without CUDA graphs, several times slower than "
-        "at its best: it needs bfloat16 or float16 and the package flash-attn-3 (Hopper) or flash-attn."
-    ]
-
-
-def _find_idle_cache_dir(config: CompileConfig) -> list[str]:
-    variables = list_overriding_variables()
-    if not variables or config.cache_dir in (None, CompileConfig().cache_dir):
-        return []
-    return [
-        f"compile.cache_dir={config.cache_dir} gives way to {' and '.join(variables)} of the environment."
+        f"driver={kind.name} with {attention.implementation} attention runs without CUDA graphs, several times slower "
+        "than at its best: it needs bfloat16 or float16 and the package flash-attn-3 (Hopper) or flash-attn."
     ]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from cbexp.engine.bandwidth import decode_step_bytes, measure_read_bandwidth
+from cbexp.engine.roofline import decode_step_bytes, measure_read_bandwidth
 from cbexp.metrics import RooflineInputs
 from cbexp.planning.plan import RunPlan
 

@@ -1,4 +1,4 @@
-"""How far the fastest run of a work leads, and over what: a run that did the same by other words is no rival."""
+"""How far the fastest run of a workload leads, and over what: one whose settings mean the same is no rival."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from cbexp.report.labels import IDLE_KEYS, telling_overrides
 from cbexp.report.rows import Row
 from cbexp.report.run import Run
 
-# As `cbexp.planning.idle_settings` words it.
-IDLE_SETTING = re.compile(r"([\w.]+)=.* has no effect with ")
+# What records have instead of `settings_without_effect` that are older than it.
+OLD_WARNING = re.compile(r"([\w.]+)=.* has no effect with ")
 # Names of choices that are nothing but names, and what changes how long is measured, not what.
 NAMES = ("cache.name", "sampling.name", "num_rounds")
 # Facts that differ between the cells of one sweep, from slot to slot.
@@ -32,10 +32,10 @@ Verdict = Literal["alone", "untold", "ahead", "unclear", "shared"]
 
 @dataclass(frozen=True)
 class Lead:
-    """`same`: runs that did the same as the fastest, in effect; `idle`: what its settings and theirs said of that.
+    """`same`: runs that did the same as the fastest, in effect; `idle`: a sentence for each setting without effect.
 
     `rival` is the fastest of the others, `ratio` the fastest run's to it. `more_right`: the most accurate run of the
-    work, where the fastest one's answers are wrong more often than its.
+    workload, where the fastest one's answers are wrong more often than its.
     """
 
     same: Sequence[Row]
@@ -58,7 +58,7 @@ class Lead:
 
 
 def find_lead(rows: Sequence[Row], run_of: Mapping[str, Run]) -> Lead:
-    """The lead of the first of a work's rows, which are the fastest first; `run_of` has the runs by folder."""
+    """The lead of the first of a workload's rows, which are the fastest first; `run_of` has the runs by folder."""
     best, *others = (run_of[row["folder"]] for row in rows)
     same = [
         row
@@ -67,12 +67,12 @@ def find_lead(rows: Sequence[Row], run_of: Mapping[str, Run]) -> Lead:
     ]
     rival = next((row for row in rows[1:] if row not in same), None)
     ratio = None if rival is None else ratio_between(best, run_of[rival["folder"]])
-    told = dict.fromkeys(
+    idle = dict.fromkeys(
         sentence
         for run in (best, *(run_of[row["folder"]] for row in same))
         for sentence in _idle_settings(run).values()
     )
-    return Lead(same, list(told), rival, ratio, _find_more_right(rows, run_of))
+    return Lead(same, list(idle), rival, ratio, _find_more_right(rows, run_of))
 
 
 def _find_more_right(rows: Sequence[Row], run_of: Mapping[str, Run]) -> Row | None:
@@ -83,9 +83,9 @@ def _find_more_right(rows: Sequence[Row], run_of: Mapping[str, Run]) -> Row | No
 
 
 def are_same_in_effect(one: Run, other: Run) -> bool:
-    """Whether two runs of the same work on the same code and machine differ in nothing but settings without effect.
+    """Whether two runs of the same workload on the same code and machine differ in nothing but settings without effect.
 
-    Such a setting is one that a run warned of. False where the records do not tell.
+    False where the records do not tell.
     """
     idle = _idle_settings(one).keys() | _idle_settings(other).keys()
     if not idle and set(telling_overrides(one)) != set(telling_overrides(other)):
@@ -100,8 +100,15 @@ def are_same_in_effect(one: Run, other: Run) -> bool:
 
 def _idle_settings(run: Run) -> dict[str, str]:
     """Settings that had no effect -> what the run said of them."""
-    matches = ((IDLE_SETTING.match(warning), warning) for warning in strings(run.summary, "warnings"))
-    return {match[1]: warning for match, warning in matches if match}
+    recorded = run.fact("settings_without_effect")
+    if not isinstance(recorded, list):
+        matches = ((OLD_WARNING.match(warning), warning) for warning in strings(run.summary, "warnings"))
+        return {match[1]: warning for match, warning in matches if match}
+    return {
+        name: f"{name}={item.get('value')} has no effect with {item.get('reason')}."
+        for item in recorded
+        if isinstance(item, Mapping) and isinstance(name := item.get("setting"), str)
+    }
 
 
 def _circumstances(run: Run) -> dict[str, str]:

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from cbexp.metrics import StepRecord
+from cbexp.engine.types import StepInfo
 
 NUM_BINS = 64
 STEP_KINDS = ("prefill", "mixed", "decode")
 
 
-def build_step_histograms(steps: Sequence[StepRecord]) -> dict[str, Any]:
+def build_step_histograms(steps: Sequence[StepInfo]) -> dict[str, Any]:
     """Return a `wandb.Histogram` of seconds a step for each kind that occurred: `histograms/decode_step_s` and so on.
 
     The decode steps of a burst share its time equally, and each counts.
@@ -24,7 +24,7 @@ def build_step_histograms(steps: Sequence[StepRecord]) -> dict[str, Any]:
     }
 
 
-def _build_histogram(steps: Sequence[StepRecord]) -> Any:
+def _build_histogram(steps: Sequence[StepInfo]) -> Any:
     import wandb
 
     seconds = [step.duration_s / step.num_steps for step in steps]

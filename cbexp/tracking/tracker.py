@@ -10,8 +10,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from cbexp.config import TrackingConfig
+from cbexp.engine.types import StepInfo
 from cbexp.errors import NotApplicableError
-from cbexp.metrics import RoundRecord, StepRecord, flatten_numbers
+from cbexp.metrics import RoundRecord, flatten_numbers
 from cbexp.tracking.histograms import build_step_histograms
 from cbexp.tracking.modes import Mode
 from cbexp.tracking.objective import OBJECTIVE, REJECTED, compute_objective
@@ -70,7 +71,7 @@ class Tracker:
         """Add what `auto` and the like have become to the run's configuration, as `resolved`."""
         self._attempt("logging the plan", lambda run: run.config.update({"resolved": dict(settings)}))
 
-    def log_round(self, record: RoundRecord, steps: Sequence[StepRecord]) -> None:
+    def log_round(self, record: RoundRecord, steps: Sequence[StepInfo]) -> None:
         """Log a round's numbers and histograms against `round`; names of a warmup round begin with `warmup/`."""
         prefix = "warmup/" if record.is_warmup else ""
 

@@ -29,7 +29,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from cbexp.engine import CBSyncConfig, SyncCBDriver, engine_slot
+from cbexp.engine import CBSyncConfig, SyncCBDriver
 from cbexp.engine.fused_projections import ProjectionFusion
 
 torch.set_num_threads(1)
@@ -194,5 +194,5 @@ def make_driver_anywhere(
     make_driver: Callable[..., SyncCBDriver], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., SyncCBDriver]:
     """Users are told to use fused layers on CUDA alone; plain torch computes the same."""
-    monkeypatch.setattr(engine_slot, "check_device", lambda config, device_type: None)
+    monkeypatch.setattr("cbexp.engine.driver.check_device", lambda config, device_type: None)
     return make_driver

@@ -8,8 +8,8 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from cbexp.engine.attention import ATTENTION_NAME
-from cbexp.engine.decode_buffers import allocate_decode_buffers
-from cbexp.engine.page_layout import PagePool
+from cbexp.engine.buffers import allocate_buffers
+from cbexp.engine.buffers import PagePool
 
 VOCAB_SIZE = 61
 PAGE_SIZE = 8
@@ -79,7 +79,7 @@ def build_buffers(max_rows, *, pools=None, family="qwen3", max_burst=8, eos_toke
     """Buffers whose rows have blocks of their own and are all inactive."""
     pools = pools or build_pools(max_rows * TABLE_WIDTH, family=family, **options)
     device = next(iter(pools.values())).pages.device
-    buffers = allocate_decode_buffers(
+    buffers = allocate_buffers(
         pools, max_rows=max_rows, max_burst=max_burst, eos_token_ids=eos_token_ids, device=device
     )
     first_page = 2 * next(iter(pools.values())).trash_page

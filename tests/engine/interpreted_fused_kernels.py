@@ -12,7 +12,7 @@ from triton.runtime import interpreter
 
 from cbexp.engine import fused_reference as reference
 from cbexp.engine import sampling
-from cbexp.engine.decode_buffers import allocate_decode_buffers
+from cbexp.engine.buffers import allocate_buffers
 from cbexp.engine.kernels import decode_finish, decode_linear, decode_norms, gated_silu, projected_heads
 from cbexp.engine.kernels.attention_tiles import AttentionTile
 from cbexp.engine.kernels.decode_linear import LinearTile
@@ -377,7 +377,7 @@ def test_rows_advance_as_in_plain_torch(rows, eos_token_ids):
 
     start = {"token_ids": draw(10), "positions": draw(30, -3).clamp(min=-1), "remaining": draw(5)}
     buffers = [
-        allocate_decode_buffers(
+        allocate_buffers(
             {}, max_rows=72, max_burst=6, eos_token_ids=eos_token_ids, device=torch.device("cpu")
         )
         for _ in range(2)

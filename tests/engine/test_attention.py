@@ -26,7 +26,7 @@ from cbexp.engine import (
 from cbexp.engine.attention import ATTENTION_NAME
 from cbexp.engine.attention_paths import choose_attention_path, describe_attention_path
 from cbexp.engine.model_forward import ModelForward
-from cbexp.engine.page_layout import LayerPages
+from cbexp.engine.buffers import LayerPages
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 16
 SCALING = HEAD_DIM**-0.5

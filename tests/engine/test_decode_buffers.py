@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cbexp.engine.decode_buffers import allocate_decode_buffers
-from cbexp.engine.page_layout import PagePool
-from cbexp.engine.row_upload import DecodeRow, RowUpload
+from cbexp.engine.buffers import allocate_buffers
+from cbexp.engine.buffers import PagePool
+from cbexp.engine.buffers import DecodeRow, RowUpload
 from cbexp.engine.sampling import advance, choose_best
 
 
@@ -22,7 +22,7 @@ def pools():
 
 @pytest.fixture
 def buffers(pools):
-    return allocate_decode_buffers(
+    return allocate_buffers(
         pools, max_rows=6, max_burst=4, eos_token_ids=(7, 9), device=torch.device("cpu")
     )
 
@@ -79,7 +79,7 @@ def test_rows_advance_end_and_stay_ended(buffers):
 
 
 def test_without_eos_any_token_goes_on(pools):
-    buffers = allocate_decode_buffers(
+    buffers = allocate_buffers(
         pools, max_rows=1, max_burst=1, eos_token_ids=(), device=torch.device("cpu")
     )
     buffers.positions.zero_()

@@ -6,7 +6,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cbexp.engine.decode_model import DecodeModel, resolve_fusion
-from cbexp.engine.page_layout import LayerPages
+from cbexp.engine.buffers import LayerPages
 from cbexp.engine.types import EngineError
 
 

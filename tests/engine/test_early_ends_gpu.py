@@ -7,11 +7,11 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from cbexp.engine.attention import ATTENTION_NAME
-from cbexp.engine.decode_buffers import allocate_decode_buffers
+from cbexp.engine.buffers import allocate_buffers
 from cbexp.engine.fused_forward import FusedForward
 from cbexp.engine.fused_layers import read_fused_model
 from cbexp.engine.fused_weights import FusedWeights
-from cbexp.engine.page_layout import PagePool
+from cbexp.engine.buffers import PagePool
 from tests.engine.graph_capture import capture
 
 pytestmark = pytest.mark.gpu
@@ -51,7 +51,7 @@ def buffers():
     shape = ((1 + NUM_ROWS * width) * pages_per_block, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM)
     pages = torch.empty(shape, dtype=torch.bfloat16, device=DEVICE).normal_()
     pool = PagePool((0,), pages, pages_per_block, 0, width, 0)
-    made = allocate_decode_buffers(
+    made = allocate_buffers(
         {"full_attention": pool},
         max_rows=NUM_ROWS,
         max_burst=1,

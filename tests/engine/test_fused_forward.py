@@ -10,12 +10,12 @@ from torch.nn import functional
 
 from cbexp.engine import fused_layers, fused_ops
 from cbexp.engine.attention import ATTENTION_NAME
-from cbexp.engine.decode_buffers import allocate_decode_buffers
+from cbexp.engine.buffers import allocate_buffers
 from cbexp.engine.fused_forward import FusedForward
 from cbexp.engine.fused_layers import read_fused_model, why_not_fused
 from cbexp.engine.fused_weights import FusedWeights
 from cbexp.engine.model_forward import ModelForward
-from cbexp.engine.page_layout import PagePool
+from cbexp.engine.buffers import PagePool
 from cbexp.engine.sampling import advance, choose_best
 from tests.engine.fused_kernel_cases import EPS, randn, rotary_tables
 from tests.engine.fused_model_cases import (
@@ -113,7 +113,7 @@ def build_buffers(model, num_rows, max_burst):
         shape = ((num_rows * width + 1) * pages_per_block, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM)
         pages = torch.full(shape, float("nan"), dtype=model.dtype)
         pools[str(window)] = PagePool(layers, pages, pages_per_block, 0, width, window)
-    buffers = allocate_decode_buffers(
+    buffers = allocate_buffers(
         pools,
         max_rows=num_rows,
         max_burst=max_burst,

@@ -8,13 +8,13 @@ import transformers
 
 from cbexp.engine import sampling
 from cbexp.engine.attention import ATTENTION_NAME
-from cbexp.engine.decode_buffers import allocate_decode_buffers
+from cbexp.engine.buffers import allocate_buffers
 from cbexp.engine.fused_forward import FusedForward
 from cbexp.engine.fused_layers import read_fused_model
 from cbexp.engine.fused_ops import MAX_SKINNY_ROWS
 from cbexp.engine.fused_weights import FusedWeights
 from cbexp.engine.model_forward import ModelForward
-from cbexp.engine.page_layout import PagePool
+from cbexp.engine.buffers import PagePool
 from tests.engine.graph_capture import capture
 
 pytestmark = pytest.mark.gpu
@@ -41,7 +41,7 @@ def test_rows_advance_as_in_plain_torch(rows):
 
     start = {"token_ids": draw(10), "positions": draw(30, -3).clamp(min=-1), "remaining": draw(5)}
     plain, own = (
-        allocate_decode_buffers(
+        allocate_buffers(
             {}, max_rows=1030, max_burst=6, eos_token_ids=(2, 5), device=torch.device(device)
         )
         for device in ("cpu", DEVICE)
@@ -87,7 +87,7 @@ def build_buffers(model, num_rows, max_burst):
     shape = ((num_rows * width + 1) * pages_per_block, page_size, 4, 64)
     pages = torch.full(shape, float("nan"), dtype=model.dtype, device=DEVICE)
     pool = PagePool(tuple(range(num_layers)), pages, pages_per_block, 0, width, 0)
-    buffers = allocate_decode_buffers(
+    buffers = allocate_buffers(
         {"full_attention": pool},
         max_rows=num_rows,
         max_burst=max_burst,

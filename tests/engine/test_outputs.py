@@ -128,7 +128,7 @@ def test_greedy_decoding_draws_nothing(shared_model, make_driver, prompts):
 
 
 def test_blocks_needed_by_hand():
-    from cbexp.engine.request_book import PromptGroup
+    from cbexp.engine.requests import PromptGroup
 
     # 9 + 8 - 1 = 16 stored tokens are two pages of 8, times three generations; 1 + 1 - 1 = 1 token is one page.
     groups = [

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cbexp.engine.compile_modes import build_step_runner
-from cbexp.engine.decode_buffers import allocate_decode_buffers
+from cbexp.engine.buffers import allocate_buffers
 from cbexp.engine.decode_step import cut_rows
 from cbexp.engine.model_forward import ModelForward
 from cbexp.engine.sampling import advance
@@ -35,7 +35,7 @@ class Setting:
 
     def use_pools(self, pools, max_rows):
         self.pools = pools
-        self.buffers = allocate_decode_buffers(
+        self.buffers = allocate_buffers(
             pools, max_rows=max_rows, max_burst=1, eos_token_ids=(), device=torch.device("cpu")
         )
         self.forward = ModelForward(self.forward.model, self.buffers.layers)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cbexp.engine.decode_buffers import allocate_decode_buffers
-from cbexp.engine.page_layout import PagePool
+from cbexp.engine.buffers import allocate_buffers
+from cbexp.engine.buffers import PagePool
 from cbexp.engine.sampling import advance
 from cbexp.engine.step_timing import time_decode_steps
 from cbexp.engine.types import EngineError
@@ -31,7 +31,7 @@ def pools():
 
 @pytest.fixture
 def buffers(pools):
-    return allocate_decode_buffers(
+    return allocate_buffers(
         pools, max_rows=3, max_burst=4, eos_token_ids=(1,), device=torch.device("cpu")
     )
 
@@ -117,7 +117,7 @@ def test_what_does_not_fit_is_refused(buffers, pools, changes, message):
 
 def test_a_cache_that_is_too_small_is_refused(buffers):
     small = {"full_attention": make_pool((1,), 1, 4)}  # eight blocks beside the trash
-    buffers = allocate_decode_buffers(
+    buffers = allocate_buffers(
         small, max_rows=3, max_burst=4, eos_token_ids=(), device=torch.device("cpu")
     )
     runner = RecordingRunner(buffers)

@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cbexp.engine.kernels.attention_tiles import (
+from cbexp.engine.kernels.launch import launch_options, release_successor, wait_for_predecessor
+from cbexp.engine.kernels.tiles import (
     MIN_BLOCK_DIM,
     MIN_GROUP_ROWS,
     AttentionTile,
@@ -18,7 +19,6 @@ from cbexp.engine.kernels.attention_tiles import (
     choose_num_splits,
     device_limits,
 )
-from cbexp.engine.kernels.dependent_launch import launch_options, release_successor, wait_for_predecessor
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 # Below every finite logit, so that subtracting it never gives NaN as minus infinity would.
@@ -33,15 +33,15 @@ def paged_decode_attention(
     block_table: Tensor,
     positions: Tensor,
     page_offset: Tensor,
-    *,
     scaling: float,
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    *,
     num_splits: int | None = None,
     tile: AttentionTile | None = None,
 ) -> Tensor:
-    """Do what `attention_reference.paged_decode_reference` describes, on a CUDA device.
+    """Do what `attention.reference.paged_decode_reference` describes, on a CUDA device.
 
     Shapes alone decide on the launch, so that a captured graph holds for other positions and block tables too.
 

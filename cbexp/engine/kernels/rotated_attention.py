@@ -1,4 +1,4 @@
-"""Paged decode attention that finishes the q/k/v projection itself: sums its parts, norms, rotates, fills the cache."""
+"""Paged decode attention that finishes its projections: sums their parts, norms, rotates, and fills the cache."""
 
 from __future__ import annotations
 
@@ -7,35 +7,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cbexp.engine.kernels.attention_chunks import combine_chunks, is_last_to_arrive, keep_chunk
-from cbexp.engine.kernels.attention_tiles import MIN_GROUP_ROWS, AttentionTile
-from cbexp.engine.kernels.dependent_launch import launch_options, release_successor, wait_for_predecessor
-from cbexp.engine.kernels.projected_heads import load_sum, norm_halves, rotate_halves
+from cbexp.engine.kernels.heads import load_sum, norm_and_rotate_halves
+from cbexp.engine.kernels.launch import launch_options, release_successor, wait_for_predecessor
+from cbexp.engine.kernels.tiles import MIN_GROUP_ROWS, AttentionTile
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _norm_and_rotate(
-    first,
-    second,
-    weight,
-    inside,
-    cos,
-    sin,
-    eps,
-    HAS_NORM: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    dtype: tl.constexpr,
-):
-    if HAS_NORM:
-        first, second = norm_halves(first, second, weight, inside, eps, HEAD_DIM, dtype)
-    return rotate_halves(first, second, cos, sin, dtype)
-
-
-@triton.jit
 def _load_heads(
-    parts,
+    query_parts,
+    key_parts,
+    value_parts,
     num_rows,
     row,
     kv_head,
@@ -46,22 +29,21 @@ def _load_heads(
     SPLITS: tl.constexpr,
     dtype: tl.constexpr,
 ):
-    """What the projection made for one key head of a row: its queries and its key in halves, and its value."""
+    """What the projections made for one key head of a row: its queries and its key in halves, and its value."""
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     HALF: tl.constexpr = HEAD_DIM // 2
-    WIDTH: tl.constexpr = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
     lane, half, dim = tl.arange(0, GROUP_ROWS), tl.arange(0, HALF), tl.arange(0, HEAD_DIM)
     in_group, in_half = (lane < GROUP)[:, None], half < HALF
-    stride = num_rows.to(tl.int64) * WIDTH
-    row_parts = parts + row * WIDTH
-    place_q = (kv_head * GROUP + lane)[:, None] * HEAD_DIM + half[None, :]
-    place_k = (NUM_HEADS + kv_head) * HEAD_DIM + half
-    place_v = (NUM_HEADS + NUM_KV_HEADS + kv_head) * HEAD_DIM + dim
-    q_first = load_sum(row_parts, place_q, in_group, stride, SPLITS, dtype)
-    q_second = load_sum(row_parts, place_q + HALF, in_group, stride, SPLITS, dtype)
-    k_first = load_sum(row_parts, place_k, in_half, stride, SPLITS, dtype)
-    k_second = load_sum(row_parts, place_k + HALF, in_half, stride, SPLITS, dtype)
-    value = load_sum(row_parts, place_v, dim < HEAD_DIM, stride, SPLITS, dtype)
+    queries = query_parts + (row * NUM_HEADS + kv_head * GROUP) * HEAD_DIM
+    own = (row * NUM_KV_HEADS + kv_head) * HEAD_DIM
+    q_stride = num_rows.to(tl.int64) * NUM_HEADS * HEAD_DIM
+    kv_stride = num_rows.to(tl.int64) * NUM_KV_HEADS * HEAD_DIM
+    place_q = lane[:, None] * HEAD_DIM + half[None, :]
+    q_first = load_sum(queries, place_q, in_group, q_stride, SPLITS, dtype)
+    q_second = load_sum(queries, place_q + HALF, in_group, q_stride, SPLITS, dtype)
+    k_first = load_sum(key_parts + own, half, in_half, kv_stride, SPLITS, dtype)
+    k_second = load_sum(key_parts + own, half + HALF, in_half, kv_stride, SPLITS, dtype)
+    value = load_sum(value_parts + own, dim, dim < HEAD_DIM, kv_stride, SPLITS, dtype)
     return q_first, q_second, k_first, k_second, value
 
 
@@ -156,9 +138,63 @@ def _attend_cached(
     return best, total, acc
 
 
+@triton.jit
+def _keep_chunk(best, total, acc, row_acc, row_sums, chunk, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Store the softmax of one chunk among those of its row."""
+    lane, dim = tl.arange(0, acc.shape[0]), tl.arange(0, HEAD_DIM)
+    in_group = lane < GROUP
+    pointers = row_acc + (chunk * GROUP + lane)[:, None] * HEAD_DIM + dim[None, :]
+    tl.store(pointers, acc, mask=in_group[:, None])
+    sums = row_sums + chunk * 2 * GROUP + lane
+    tl.store(sums, best, mask=in_group)
+    tl.store(sums + GROUP, total, mask=in_group)
+
+
+@triton.jit
+def _is_last_to_arrive(arrivals, num_chunks):
+    """Whether all other chunks of the row have been kept; leaves the count of arrivals at zero for the next kernel."""
+    # All threads have stored before one of them tells: release, and acquire for the program that combines.
+    tl.debug_barrier()
+    is_last = tl.atomic_add(arrivals, 1, sem="acq_rel") == num_chunks - 1
+    tl.store(arrivals, 0, mask=is_last)
+    return is_last
+
+
+@triton.jit
+def _combine_chunks(
+    row_acc,
+    row_sums,
+    num_chunks,
+    GROUP: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+):
+    """The softmax over a row, in the order of its chunks, whichever of them came last."""
+    lane, dim = tl.arange(0, GROUP_ROWS), tl.arange(0, HEAD_DIM)
+    in_group = lane < GROUP
+    best = tl.full([GROUP_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP_ROWS], tl.float32)
+    acc = tl.zeros([GROUP_ROWS, HEAD_DIM], tl.float32)
+    for chunk in range(num_chunks):
+        # Past the first-level cache: other multiprocessors wrote them.
+        sums = row_sums + chunk * 2 * GROUP + lane
+        chunk_best = tl.load(sums, mask=in_group, other=0.0, cache_modifier=".cg")
+        chunk_total = tl.load(sums + GROUP, mask=in_group, other=1.0, cache_modifier=".cg")
+        pointers = row_acc + (chunk * GROUP + lane)[:, None] * HEAD_DIM + dim[None, :]
+        chunk_acc = tl.load(pointers, mask=in_group[:, None], other=0.0, cache_modifier=".cg")
+        new_best = tl.maximum(best, chunk_best)
+        shrink, grow = tl.exp2(best - new_best), tl.exp2(chunk_best - new_best)
+        acc = acc * shrink[:, None] + chunk_acc * grow[:, None]
+        total = total * shrink + chunk_total * grow
+        best = new_best
+    return acc / total[:, None]
+
+
 @triton.jit(do_not_specialize=["num_rows", "chunk_size", "max_chunks"])
 def _rotated_attention_kernel(
-    parts,
+    query_parts,
+    key_parts,
+    value_parts,
     positions,
     cos,
     sin,
@@ -209,7 +245,18 @@ def _rotated_attention_kernel(
             return
     # Before it is known whether the row is active: loads behind that branch would wait for its own.
     q_first, q_second, k_first, k_second, value = _load_heads(
-        parts, num_rows, row, kv_head, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, GROUP_ROWS, SPLITS, dtype
+        query_parts,
+        key_parts,
+        value_parts,
+        num_rows,
+        row,
+        kv_head,
+        NUM_HEADS,
+        NUM_KV_HEADS,
+        HEAD_DIM,
+        GROUP_ROWS,
+        SPLITS,
+        dtype,
     )
     offset, position = tl.load(page_offset), tl.load(positions + row)
     place_out = (row * NUM_HEADS + head)[:, None] * HEAD_DIM + dim[None, :]
@@ -220,7 +267,7 @@ def _rotated_attention_kernel(
 
     angle = position.to(tl.int64) * HEAD_DIM + half
     cosines, sines = tl.load(cos + angle).to(tl.float32), tl.load(sin + angle).to(tl.float32)
-    q_first, q_second = _norm_and_rotate(
+    q_first, q_second = norm_and_rotate_halves(
         q_first,
         q_second,
         q_norm + half,
@@ -232,7 +279,7 @@ def _rotated_attention_kernel(
         HEAD_DIM,
         dtype,
     )
-    k_first, k_second = _norm_and_rotate(
+    k_first, k_second = norm_and_rotate_halves(
         k_first, k_second, k_norm + half, in_half, cosines, sines, eps, HAS_NORM, HEAD_DIM, dtype
     )
 
@@ -279,18 +326,21 @@ def _rotated_attention_kernel(
             task = row * NUM_KV_HEADS + kv_head
             row_acc = partial_acc + task * max_chunks * GROUP * HEAD_DIM
             row_sums = partial_sums + task * max_chunks * 2 * GROUP
-            keep_chunk(best, total, acc, row_acc, row_sums, chunk, GROUP, HEAD_DIM)
-            if is_last_to_arrive(arrivals + task, num_chunks):
-                attended = combine_chunks(row_acc, row_sums, num_chunks, GROUP, GROUP_ROWS, HEAD_DIM)
+            _keep_chunk(best, total, acc, row_acc, row_sums, chunk, GROUP, HEAD_DIM)
+            if _is_last_to_arrive(arrivals + task, num_chunks):
+                attended = _combine_chunks(row_acc, row_sums, num_chunks, GROUP, GROUP_ROWS, HEAD_DIM)
                 tl.store(out + place_out, attended.to(dtype), mask=in_group)
 
 
 def rotated_paged_attention(
-    parts: Tensor,
+    query_parts: Tensor,
+    key_parts: Tensor,
+    value_parts: Tensor,
     positions: Tensor,
     cos: Tensor,
     sin: Tensor,
-    norms: tuple[Tensor, Tensor] | None,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
     pages: Tensor,
     block_table: Tensor,
     page_offset: Tensor,
@@ -299,21 +349,20 @@ def rotated_paged_attention(
     eps: float,
     scaling: float,
     window: int,
-    num_heads: int,
     tile: AttentionTile,
     chunk: int,
 ) -> Tensor:
-    """Return attention [rows, num_heads, head_dim] of the new tokens whose projection is the sum of `parts`.
+    """Return attention [rows, num_heads, head_dim] of the new tokens whose projections are sums of parts.
 
-    parts [splits, rows, (num_heads + 2 * num_kv_heads) * head_dim]; the rest as in `paged_decode_attention` and
-    `norm_and_rotate`. One program for each row, key head and `chunk` (a multiple of the tile) of a row's slots; of
+    Parts are [splits, rows, heads * head_dim], of queries, keys and values; the rest is as in `paged_decode_attention`
+    and `norm_and_rotate`. One program for each row, key head and `chunk` (a multiple of the tile) of a row's slots; of
     several, the last to finish combines them. `arrivals`: int32 zeros [at least rows * num_kv_heads], and zeros again
     afterwards.
     """
-    splits, num_rows, _ = parts.shape
+    splits, num_rows, width = query_parts.shape
     _, page_size, num_kv_heads, head_dim = pages.shape
+    num_heads = width // head_dim
     out = torch.empty((num_rows, num_heads, head_dim), dtype=pages.dtype, device=pages.device)
-    q_norm, k_norm = norms if norms is not None else (parts, parts)
     max_chunks = -(-(window or block_table.shape[1] * page_size) // chunk)
     partial_acc = partial_sums = out
     if max_chunks > 1:
@@ -321,12 +370,14 @@ def rotated_paged_attention(
         partial_acc = torch.empty((*shape, head_dim), dtype=torch.float32, device=pages.device)
         partial_sums = torch.empty((*shape, 2), dtype=torch.float32, device=pages.device)
     _rotated_attention_kernel[(num_kv_heads, num_rows, max_chunks)](
-        parts,
+        query_parts,
+        key_parts,
+        value_parts,
         positions,
         cos,
         sin,
-        q_norm,
-        k_norm,
+        cos if q_norm is None else q_norm,
+        cos if k_norm is None else k_norm,
         pages,
         block_table,
         page_offset,
@@ -347,7 +398,7 @@ def rotated_paged_attention(
         WINDOW=window,
         IS_CHUNKED=max_chunks > 1,
         SPLITS=splits,
-        HAS_NORM=norms is not None,
+        HAS_NORM=q_norm is not None,
         GROUP_ROWS=max(MIN_GROUP_ROWS, triton.next_power_of_2(num_heads // num_kv_heads)),
         BLOCK_N=tile.num_tokens,
         STAGES=tile.num_stages,

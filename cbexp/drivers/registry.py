@@ -1,0 +1,162 @@
+"""The ways to generate, by name, and what each of them can do: data that may be asked for before anything is loaded."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+from cbexp.engine.rollout_driver import RolloutDriver
+from cbexp.engine.settings import DECODE_SETTINGS
+from cbexp.engine.types import COMPILE_MODES, ENGINE_ATTENTION, CBSyncConfig, EngineError
+
+# Upstream's own bound on the requests of a batch; with each paged driver alike, so that they compare.
+MAX_REQUESTS_PER_BATCH = 1024
+
+# Of the engine's own decode steps, whatever compiles them.
+STEP_SETTINGS = tuple(name for name in DECODE_SETTINGS if name not in ("compile_mode", "recompile_limit"))
+
+# The settings that not every driver reads. All others of `cache`, `compile`, `driver` and `sampling` every one does.
+_CACHE = frozenset(
+    f"cache.{name}" for name in ("num_tokens", "page_size", "block_sharing", "max_memory_fraction")
+)
+_ORDINARY_STEPS = frozenset(("cache.max_batch_tokens", "cache.scheduler"))
+_DECODE_STEPS = frozenset(f"compile.{name}" for name in STEP_SETTINGS)
+_COMPILER = frozenset(("compile.recompile_limit",))
+_PADDING = frozenset(("sampling.pad_token_id",))
+_WORKER = frozenset(f"driver.{name}" for name in ("python", "pythonpath", "start_timeout_s", "request_times"))
+_NO_PADDING = {"sampling": "which pads no prompt"}
+
+
+class OwnProcess(Protocol):
+    """A driver whose work is done in another process, which times it; its memory is none of ours."""
+
+    @property
+    def round_span_s(self) -> tuple[float, float]:
+        """Start and end of the last drive on the `time.perf_counter` clock, in seconds."""
+
+    @property
+    def device_bytes(self) -> int | None:
+        """What it has taken of the device; None where that is not known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DriverKind:
+    """What a driver can do.
+
+    `module` has its `build`, a function of `DriverInputs`. `auto_mode`: the compile mode that `auto` means, by the kind
+    of device and the attention. `reads`: which of the settings that not every driver reads; `why_not` has the reason
+    why it does not read a setting, or those of a group.
+
+    `own_attention`: an attention that no other driver has; `has_other_attentions`: it runs transformers' too.
+    `is_best_with_flash`: it captures graphs with a flash attention alone. `page_sizes` in tokens: without block sharing
+    and with it. `own_process`: it loads the weights itself, in a process that times its own rounds; the driver is an
+    `OwnProcess`. `has_kernels`: on a GPU it compiles kernels of its own, whatever the mode.
+    """
+
+    name: str
+    module: str
+    compile_modes: tuple[str, ...]
+    auto_mode: Callable[[str, str], str]
+    reads: frozenset[str]
+    why_not: Mapping[str, str] = field(default_factory=dict)
+    own_attention: str | None = None
+    has_other_attentions: bool = True
+    is_best_with_flash: bool = False
+    has_paged_cache: bool = True
+    page_sizes: tuple[int, int] = (CBSyncConfig.page_size, 32)
+    own_process: bool = False
+    has_kernels: bool = False
+    takes_adapter: bool = True
+
+    def build(self, inputs: Any) -> RolloutDriver:
+        """Return the driver; imports what it needs only now."""
+        return cast(RolloutDriver, importlib.import_module(self.module).build(inputs))
+
+    def check_compile_mode(self, mode: str) -> None:
+        """Raise `EngineError` unless the driver has the compile mode."""
+        if mode in self.compile_modes:
+            return
+        others = [f"driver={kind.name}" for kind in DRIVERS.values() if mode in kind.compile_modes]
+        raise EngineError(
+            f"compile.mode={mode} does not work with driver={self.name}: use auto or "
+            f"{' or '.join([*self.compile_modes, *others[:1]])}."
+        )
+
+    def find_unread(self) -> dict[str, str]:
+        """Return the settings that the driver does not read, each with the reason as half a sentence."""
+        unread = frozenset.union(*(kind.reads for kind in DRIVERS.values())) - self.reads
+        return {setting: f"driver={self.name}{self._explain(setting)}" for setting in unread}
+
+    def process_of(self, driver: RolloutDriver) -> OwnProcess | None:
+        """Return a driver of this kind as what times its own rounds; None where our clock does."""
+        return cast(OwnProcess, driver) if self.own_process else None
+
+    def _explain(self, setting: str) -> str:
+        reason = self.why_not.get(setting) or self.why_not.get(setting.split(".")[0])
+        if reason is not None:
+            return f", {reason}"
+        readers = [f"driver={kind.name}" for kind in DRIVERS.values() if setting in kind.reads]
+        return f": it is a setting of {' and '.join(readers)}"
+
+
+def _auto_for_sync(device_type: str, attention: str) -> str:
+    """On a GPU the fastest mode measured; transformers' own steps are not compiled."""
+    return "cuda_graph" if device_type == "cuda" and attention == ENGINE_ATTENTION else "eager"
+
+
+def _auto_for_manager(device_type: str, attention: str) -> str:
+    """Upstream's own advice."""
+    return "cuda_graph" if device_type == "cuda" and "flash" in attention else "eager"
+
+
+_KINDS = (
+    DriverKind(
+        name="sync",
+        module="cbexp.drivers.sync",
+        compile_modes=tuple(COMPILE_MODES),
+        auto_mode=_auto_for_sync,
+        reads=_CACHE | _ORDINARY_STEPS | _DECODE_STEPS | _COMPILER,
+        why_not=_NO_PADDING,
+        own_attention=ENGINE_ATTENTION,
+        has_kernels=True,
+    ),
+    DriverKind(
+        name="manager",
+        module="cbexp.drivers.manager",
+        compile_modes=tuple(COMPILE_MODES),
+        auto_mode=_auto_for_manager,
+        reads=_CACHE | _ORDINARY_STEPS,
+        why_not=_NO_PADDING
+        | {
+            "compile.recompile_limit": "which compiles on a thread of its own, where PyTorch's own limit holds"
+        },
+        is_best_with_flash=True,
+    ),
+    DriverKind(
+        name="generate",
+        module="cbexp.drivers.generate",
+        compile_modes=("eager",),
+        auto_mode=lambda _device_type, _attention: "eager",
+        reads=_PADDING,
+        why_not={"cache": "which has no paged cache", "compile.recompile_limit": "which compiles nothing"},
+        has_paged_cache=False,
+    ),
+    DriverKind(
+        name="vllm",
+        module="cbexp.drivers.vllm.driver",
+        compile_modes=("eager", "default", "cuda_graph", "compiled_cuda_graph"),
+        # What vLLM runs where nothing of `compile` is set.
+        auto_mode=lambda device_type, _: "compiled_cuda_graph" if device_type == "cuda" else "default",
+        reads=_CACHE | _WORKER,
+        why_not=_NO_PADDING
+        | {"cache": "which decides itself", "compile.recompile_limit": "which compiles itself"},
+        own_attention="vllm",
+        has_other_attentions=False,
+        page_sizes=(16, 16),
+        own_process=True,
+        takes_adapter=False,
+    ),
+)
+DRIVERS: dict[str, DriverKind] = {kind.name: kind for kind in _KINDS}

@@ -1,0 +1,215 @@
+"""Device memory of decode steps: the cache's pages as kernels need them, and the static state of a batch's rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LayerPages:
+    """Where one layer's keys and values live.
+
+    `pages` [num_pages, page_size, num_kv_heads, head_dim] is one view of all pages of the layer's allocator.
+    `block_table` int32 [max_rows, table_width] never moves; an entry is the first page of a block, so the keys of a
+    row's tokens are in page entry + `page_offset` and the values in the page after it (`page_offset` is an int32 0-d
+    tensor on the device: an int would make each layer a program of its own).
+    `window` is the ring size of a sliding allocator (slot = position % window), 0 for full attention.
+    """
+
+    pages: Tensor
+    block_table: Tensor
+    page_offset: Tensor
+    window: int
+
+
+@dataclass(frozen=True)
+class PagePool:
+    """All pages of one attention type. A block is `pages_per_block` pages: keys and values of each layer in turn.
+
+    `layer_indices[i]` has its keys `2 * i` pages into a block. `table_width` blocks hold the longest request.
+    `trash_page` is the first page of the sector that padding may write and nobody reads.
+    """
+
+    layer_indices: tuple[int, ...]
+    pages: Tensor
+    pages_per_block: int
+    trash_page: int
+    table_width: int
+    window: int
+
+
+@dataclass(frozen=True)
+class DecodeRow:
+    """One request of a batch: the token to feed and where, how many it may still produce, its blocks by attention."""
+
+    token_id: int
+    position: int
+    remaining: int
+    blocks: Mapping[str, Sequence[int]]
+
+
+# Of `DecodeBuffers`: one element a row, and what it is for a row without a request.
+ROW_STATE = {
+    "token_ids": (torch.int64, 0),
+    "positions": (torch.int32, -1),
+    "remaining": (torch.int32, 0),
+    "best_logits": (torch.float32, 0.0),
+}
+
+
+@dataclass(frozen=True)
+class DecodeBuffers:
+    """State of the rows of a batch, all on the model's device; addresses never change, so graphs may hold them.
+
+    `token_ids` int64 [max_rows]: the token to feed next. `positions` int32 [max_rows]: where it goes, -1 for an
+    inactive row (finished or padding). `remaining` int32 [max_rows]: tokens the row may still produce.
+    `best_logits` float32 [max_rows]: the logit of the last step's token; anything for rows that were inactive in it.
+    `outputs` int32 [max_burst, max_rows]: the token made in each step, -1 for inactive rows. `step` int32 0-d: next row
+    of `outputs`. `eos_ids` int64 [max(1, num_eos)]: -1 where there is none.
+    `block_tables`: attention type -> int32 [max_rows, table_width]. `layers` by layer index; `pools` by attention type.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    remaining: Tensor
+    best_logits: Tensor
+    outputs: Tensor
+    step: Tensor
+    eos_ids: Tensor
+    block_tables: dict[str, Tensor]
+    layers: tuple[LayerPages, ...]
+    pools: Mapping[str, PagePool]
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of the largest batch."""
+        return self.token_ids.shape[0]
+
+    @property
+    def max_burst(self) -> int:
+        """Steps whose tokens `outputs` can hold."""
+        return self.outputs.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where all of it is."""
+        return self.positions.device
+
+    def rows(self, num_rows: int) -> DecodeBuffers:
+        """Views of what a step reads and writes of the first rows; block tables stay whole."""
+        state = {name: getattr(self, name)[:num_rows] for name in ROW_STATE}
+        return replace(self, **state, outputs=self.outputs[:, :num_rows])
+
+    def state(self) -> list[Tensor]:
+        """What a step changes, but for the cache."""
+        return [*(getattr(self, name) for name in ROW_STATE), self.outputs, self.step]
+
+    @contextmanager
+    def saved(self) -> Iterator[None]:
+        """Let the body change everything here but the cache; afterwards it is as before."""
+        tensors = [*self.state(), self.eos_ids, *self.block_tables.values()]
+        copies = [tensor.clone() for tensor in tensors]
+        try:
+            yield
+        finally:
+            for tensor, copy in zip(tensors, copies, strict=True):
+                tensor.copy_(copy)
+
+
+def allocate_buffers(
+    pools: Mapping[str, PagePool],
+    *,
+    max_rows: int,
+    max_burst: int,
+    eos_token_ids: Sequence[int],
+    device: torch.device,
+) -> DecodeBuffers:
+    """Buffers with every row inactive and every table entry on its pool's trash; `pools` by attention type."""
+    block_tables = {
+        name: torch.full((max_rows, pool.table_width), pool.trash_page, dtype=torch.int32, device=device)
+        for name, pool in pools.items()
+    }
+    state = {
+        name: torch.full((max_rows,), fill, dtype=dtype, device=device)
+        for name, (dtype, fill) in ROW_STATE.items()
+    }
+    return DecodeBuffers(
+        **state,
+        outputs=torch.full((max_burst, max_rows), -1, dtype=torch.int32, device=device),
+        step=torch.zeros((), dtype=torch.int32, device=device),
+        eos_ids=torch.tensor(list(eos_token_ids) or [-1], dtype=torch.int64, device=device),
+        block_tables=block_tables,
+        layers=_layers(pools, block_tables, device),
+        pools=pools,
+    )
+
+
+def _layers(
+    pools: Mapping[str, PagePool], block_tables: Mapping[str, Tensor], device: torch.device
+) -> tuple[LayerPages, ...]:
+    by_index = {
+        layer_index: LayerPages(
+            pages=pool.pages,
+            block_table=block_tables[name],
+            page_offset=torch.tensor(2 * rank, dtype=torch.int32, device=device),
+            window=pool.window,
+        )
+        for name, pool in pools.items()
+        for rank, layer_index in enumerate(pool.layer_indices)
+    }
+    return tuple(by_index[index] for index in sorted(by_index))
+
+
+class RowUpload:
+    """Brings the rows of a batch from the host into `buffers`, in one copy and without waiting for the device.
+
+    The host memory is reused: the copy of one upload must have ended, as it has once a burst's tokens are on the host,
+    before the next one starts.
+    """
+
+    def __init__(self, buffers: DecodeBuffers) -> None:
+        self._buffers = buffers
+        max_rows, is_cuda = buffers.max_rows, buffers.device.type == "cuda"
+        widths = [1, 1, 1, *(pool.table_width for pool in buffers.pools.values())]
+        self._host = torch.zeros(max_rows * sum(widths), dtype=torch.int32, pin_memory=is_cuda)
+        # On a CPU there is nothing to bring: the buffers are filled from the host memory itself.
+        self._staging = torch.zeros_like(self._host, device=buffers.device) if is_cuda else self._host
+        self._host_sections: list[Any] = [part.numpy() for part in _split(self._host, max_rows, widths)]
+        self._staged_sections = _split(self._staging, max_rows, widths)
+
+    def upload(self, rows: Sequence[DecodeRow]) -> None:
+        """Make `rows` the first rows of the buffers and every other row inactive, its blocks on the trash page."""
+        self._fill(rows)
+        if self._staging is not self._host:
+            self._staging.copy_(self._host, non_blocking=True)
+        buffers = self._buffers
+        targets = [buffers.token_ids, buffers.positions, buffers.remaining, *buffers.block_tables.values()]
+        for target, staged in zip(targets, self._staged_sections, strict=True):
+            target.copy_(staged.view_as(target))
+        buffers.step.zero_()
+
+    def _fill(self, rows: Sequence[DecodeRow]) -> None:
+        token_ids, positions, remaining, *tables = self._host_sections
+        num_rows = len(rows)
+        positions[num_rows:] = -1
+        token_ids[:num_rows, 0] = [row.token_id for row in rows]
+        positions[:num_rows, 0] = [row.position for row in rows]
+        remaining[:num_rows, 0] = [row.remaining for row in rows]
+        for table, (name, pool) in zip(tables, self._buffers.pools.items(), strict=True):
+            table[:] = pool.trash_page
+            for index, row in enumerate(rows):
+                blocks = row.blocks[name]
+                table[index, : len(blocks)] = blocks
+                table[index, : len(blocks)] *= pool.pages_per_block
+
+
+def _split(flat: Tensor, max_rows: int, widths: Sequence[int]) -> list[Tensor]:
+    """Views [max_rows, width] side by side of a flat tensor."""
+    parts = flat.split([max_rows * width for width in widths])
+    return [part.view(max_rows, width) for part, width in zip(parts, widths, strict=True)]

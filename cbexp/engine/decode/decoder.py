@@ -1,0 +1,221 @@
+"""The decode side of the engine: static buffers on the cache's pages, a forward over them, bursts of decode steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from cbexp.engine.attention import describe_attention_path
+from cbexp.engine.buffers import DecodeRow, PagePool, RowUpload, allocate_buffers
+from cbexp.engine.decode.runners import build_runner
+from cbexp.engine.decode.self_check import SelfCheckResult, check_bucket, summarize_errors
+from cbexp.engine.decode.shapes import build_batch_shapes, choose_burst_length
+from cbexp.engine.decode.step import CompileStats, StepRunner
+from cbexp.engine.decode.timing import DeviceIdle, time_decode_steps
+from cbexp.engine.forward import ForwardChoice
+from cbexp.engine.types import COMPILE_MODES, CBSyncConfig, EngineError
+
+
+class Decoder:
+    """Decodes rows on `pools` in bursts, between `begin` and `end` of each drive; one burst at a time.
+
+    The model must run the engine's attention whenever something runs. Everything is put on the current stream, in
+    order; only `run` waits for the device. `settings` leave `max_requests_per_batch` not open. `max_positions` bounds
+    the positions that steps reach.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        pools: dict[str, PagePool],
+        settings: CBSyncConfig,
+        eos_token_ids: tuple[int, ...],
+        max_positions: int,
+    ) -> None:
+        assert settings.max_requests_per_batch is not None
+        self._model = model
+        self._settings = settings
+        self._has_eos = bool(eos_token_ids)
+        self._shapes = build_batch_shapes(
+            settings.batch_shape, settings.buckets, settings.max_requests_per_batch
+        )
+        self._buffers = allocate_buffers(
+            pools,
+            # One more than any batch has: a batch of all rows would be a program of its own (see `CompiledSteps`).
+            max_rows=self._shapes.max_rows + 1,
+            max_burst=settings.max_burst,
+            eos_token_ids=eos_token_ids,
+            device=model.device,
+        )
+        self._forward = ForwardChoice(model, self._buffers.layers, settings.fusion, max_positions)
+        self._upload = RowUpload(self._buffers)
+        self._is_cuda = model.device.type == "cuda"
+        self._fetched = torch.empty_like(self._buffers.outputs, device="cpu", pin_memory=self._is_cuda)
+        self._runner: StepRunner | None = None
+        self._prepared: set[int] = set()
+        self._checks: dict[int, SelfCheckResult] = {}
+        self._idle = DeviceIdle()
+
+    @property
+    def max_rows(self) -> int:
+        """Requests of the largest batch."""
+        return self._shapes.max_rows
+
+    def size_for(self, num_rows: int) -> int:
+        """Rows that a step computes for a batch of `num_rows` requests."""
+        return self._shapes.size_for(num_rows)
+
+    def choose_burst_length(self, remaining: Sequence[int], is_queue_empty: bool) -> int:
+        """Steps of a burst over rows that may each produce `remaining` more tokens."""
+        return choose_burst_length(
+            remaining,
+            self._shapes,
+            max_burst=self._settings.max_burst,
+            has_eos=self._has_eos,
+            is_queue_empty=is_queue_empty,
+            is_on_cpu=not self._is_cuda,
+        )
+
+    def begin(self) -> None:
+        """Take the model over for a drive; what was compiled or captured from weights that have moved is dropped."""
+        self._idle.begin()
+        if self._forward.begin():
+            self._drop_runner()
+        if self._runner is None:
+            self._runner = build_runner(
+                self._forward.forward,
+                self._buffers,
+                self._settings.compile_mode,
+                recompile_limit=self._settings.recompile_limit,
+                parameters=list(self._model.parameters()),
+            )
+
+    def end(self) -> None:
+        """Give the modules back to the caller. Safe to call twice."""
+        self._forward.end()
+
+    def prepare(self) -> None:
+        """Compile, capture and check every batch size, the largest first: smaller ones then fit in its memory."""
+        for bucket in reversed(self._shapes.sizes):
+            self._prepared_runner(bucket)
+
+    def run(self, rows: Sequence[DecodeRow], num_steps: int) -> list[list[int]]:
+        """Run `num_steps` decode steps over `rows` and wait for them; the tokens that each row has made.
+
+        A row that ends goes inactive and stays so.
+        """
+        bucket = self.size_for(len(rows))
+        runner = self._prepared_runner(bucket)
+        self._upload.upload(rows)
+        with self._timing() as end:
+            runner.run(bucket, num_steps)
+            self._fetched[:num_steps].copy_(self._buffers.outputs[:num_steps], non_blocking=True)
+        if end is not None:
+            end.synchronize()
+        token_ids = self._fetched[:num_steps, : len(rows)].T.contiguous().numpy()
+        # A row is active from the first step until it ends.
+        counts = (token_ids >= 0).sum(axis=1).tolist()
+        return [row[:count].tolist() for row, count in zip(token_ids, counts, strict=True)]
+
+    @contextmanager
+    def timing_batch(self) -> Iterator[None]:
+        """Count what the body puts on the current stream, a batch that is no burst, as the device's busy time."""
+        with self._timing():
+            yield
+
+    def prefill(self, batch: dict[str, Any], num_rows: int) -> Tensor | None:
+        """Next tokens of transformers' packed batch by fused kernels; None where the model's own code has to run it."""
+        return self._forward.prefill(batch, num_rows)
+
+    def time_steps(self, bucket: int, context: int, num_steps: int, num_bursts: int) -> list[float]:
+        """Mean seconds of a step in each of some bursts, as `time_decode_steps`; the cache must be idle."""
+        if bucket not in self._shapes.sizes:
+            sizes = ", ".join(map(str, self._shapes.sizes))
+            raise EngineError(f"batch={bucket} is no batch size of this engine: {sizes}.")
+        return time_decode_steps(
+            self._prepared_runner(bucket),
+            self._buffers,
+            bucket=bucket,
+            context=context,
+            num_steps=num_steps,
+            num_bursts=num_bursts,
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """Settings as they run, as plain JSON values."""
+        model = self._model
+        return {
+            "decode_mode": self._settings.compile_mode,
+            "batch_shape": self._shapes.policy,
+            "buckets": list(self._shapes.buckets),
+            "max_burst": self._settings.max_burst,
+            "prefill_attention": describe_attention_path(model.config, model.device, model.dtype),
+            "self_check": self._has_check,
+            "self_check_results": [asdict(result) for result in self._checks.values()],
+        } | self._forward.describe()
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """`CompileStats` for the weights as they lie now, `device_idle_share`, and what self-checks found.
+
+        The idle share is of drives, between bursts and batches of prompts; None without a GPU, and where the host
+        launches each kernel of a burst: the device then waits within bursts, which their events do not tell.
+        `mean_logprob_error`, `max_logprob_error` (of the forward run eagerly), `mean_logit_error` and `max_logit_error`
+        (of steps as they run) are over the rows of all self-checks (None: nothing was checked).
+        """
+        stats = CompileStats() if self._runner is None else self._runner.stats
+        has_graphs = COMPILE_MODES[self._settings.compile_mode].graphs is not None
+        idle_share = self._idle.share if has_graphs else None
+        return asdict(stats) | {"device_idle_share": idle_share} | summarize_errors(self._checks.values())
+
+    def close(self) -> None:
+        """Drop what was captured, and let go of the model."""
+        self._drop_runner()
+        self._forward.close()
+
+    @property
+    def _has_check(self) -> bool:
+        """Whether batch sizes are checked: what is neither compiled, captured nor fused is the reference itself."""
+        is_reference = (self._settings.compile_mode, self._forward.fusion) == ("eager", "none")
+        return self._settings.self_check and not is_reference
+
+    def _prepared_runner(self, bucket: int) -> StepRunner:
+        """The runner, with `bucket` compiled or captured, and checked; live rows are left as they are."""
+        assert self._runner is not None, "between begin and end"
+        if bucket not in self._prepared:
+            self._runner.prepare(bucket)
+            if self._has_check:
+                self._checks[bucket] = check_bucket(
+                    self._runner,
+                    self._forward.forward,
+                    self._forward.plain_logits,
+                    self._buffers,
+                    bucket=bucket,
+                    mode=self._settings.compile_mode,
+                )
+            self._prepared.add(bucket)
+        return self._runner
+
+    def _drop_runner(self) -> None:
+        self._prepared.clear()
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            runner.close()
+
+    @contextmanager
+    def _timing(self) -> Iterator[torch.cuda.Event | None]:
+        """Time the body on the device; gives the event that is recorded at its end (None: no GPU)."""
+        if not self._is_cuda:
+            yield None
+            return
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        yield end
+        end.record()
+        self._idle.add(start, end)

@@ -1,0 +1,246 @@
+"""Compares the decode step of one batch size, as it was compiled or captured, with the model's own eager forward.
+
+A wrong graph gives wrong tokens without a word; here it ends the run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cbexp.engine.buffers import DecodeBuffers
+from cbexp.engine.decode.step import StepRunner
+from cbexp.engine.decode.synthetic_rows import SyntheticRows
+from cbexp.engine.forward import DecodeForward
+from cbexp.engine.sampling import advance
+from cbexp.engine.types import EngineError
+
+# A mean over fewer rows is mostly noise; the maximum bounds those.
+MIN_ROWS_FOR_MEAN = 32
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """What rounding may do. Log-probabilities are of the reference's best token, logits of the step's; both in nats.
+
+    They have the same bounds. They may differ by one spacing of the logits more: each side rounds its own by up to half
+    of that. The mean may also exceed its bound by the noise that the model itself makes of rounding, see
+    `_rounding_noise`.
+
+    `cache`: of one row's new keys, or values, in one layer, relative to their length. It grows with the depth: right
+    steps in bfloat16 reach 0.06 in 36 layers (Qwen3-4B's shape) and 0.13 in 80 (small and random).
+    """
+
+    mean_logprob: float
+    max_logprob: float
+    cache: float
+
+
+_IN_SINGLE = Tolerance(mean_logprob=1e-4, max_logprob=1e-3, cache=1e-3)
+TOLERANCES = {
+    # A step's best logits are float32, whatever the model computes in.
+    torch.float64: _IN_SINGLE,
+    torch.float32: _IN_SINGLE,
+    torch.bfloat16: Tolerance(mean_logprob=0.01, max_logprob=0.3, cache=0.2),
+    torch.float16: Tolerance(mean_logprob=0.01, max_logprob=0.3, cache=0.2),
+}
+
+
+@dataclass(frozen=True)
+class SelfCheckResult:
+    """How far a batch size is from the reference, over its active rows; units as in `Tolerance`.
+
+    Errors of log-probabilities are of the forward run eagerly, those of logits of the step as it runs: it leaves the
+    logit of each row's token behind. Those of the cache are of both, the larger ones.
+    The spacings are of numbers of the logits' dtype where the rows' best logits lie: how finely those are rounded.
+    """
+
+    bucket: int
+    num_rows: int
+    num_other_tokens: int
+    mean_logprob_error: float
+    max_logprob_error: float
+    mean_logit_error: float
+    max_logit_error: float
+    max_cache_error: float
+    mean_logit_spacing: float
+    max_logit_spacing: float
+    rounding_noise: float
+
+
+def summarize_errors(results: Collection[SelfCheckResult]) -> dict[str, float | None]:
+    """Mean and maximum of the errors over all rows of all batch sizes, in nats; None without results."""
+    return {
+        "mean_logprob_error": _average(results, [result.mean_logprob_error for result in results]),
+        "max_logprob_error": max((result.max_logprob_error for result in results), default=None),
+        "mean_logit_error": _average(results, [result.mean_logit_error for result in results]),
+        "max_logit_error": max((result.max_logit_error for result in results), default=None),
+    }
+
+
+def _average(results: Collection[SelfCheckResult], means: Sequence[float]) -> float | None:
+    num_rows = sum(result.num_rows for result in results)
+    total = sum(result.num_rows * mean for result, mean in zip(results, means, strict=True))
+    return total / num_rows if num_rows else None
+
+
+@torch.no_grad()
+def check_bucket(
+    runner: StepRunner,
+    forward: DecodeForward,
+    reference: Callable[[Tensor, Tensor], Tensor],
+    buffers: DecodeBuffers,
+    *,
+    bucket: int,
+    mode: str,
+    tolerance: Tolerance | None = None,
+) -> SelfCheckResult:
+    """Run one step of `bucket` rows three ways: eagerly by `reference`, by `forward`, and by `runner`.
+
+    Compared are the logits of both forwards, the runner's tokens and the logit that it leaves behind of each, what each
+    writes to the cache and where, and how the runner's rows advance. Buffers and cache are as before afterwards,
+    whatever they hold. `tolerance` None: that of the cache's dtype.
+
+    Raises:
+        EngineError: they differ by more than rounding does; the message has bucket, mode and error.
+    """
+    tolerance = tolerance or TOLERANCES[buffers.layers[0].pages.dtype]
+    check = _Check(buffers, SyntheticRows(buffers, bucket), mode)
+    with check.rows.in_place():
+        logits, cache = check.run_forward(reference, "the reference")
+        if not bool(logits.isfinite().all()):
+            raise EngineError("The model's own logits are not finite: look at its weights.")
+        own_logits, own_cache = check.run_forward(forward.logits, "the forward")
+        tokens, best_logits, run_cache = check.run_step(runner)
+    check.require_known(tokens, vocab_size=logits.shape[-1])
+    spacing = _spacing_of_best(logits)
+    logprobs = logits.float().log_softmax(-1)
+    logprob_errors = _best_logprob_errors(logprobs, own_logits.float().log_softmax(-1))
+    # How much less likely than the best one each token is by the reference.
+    lag = logprobs.amax(-1) - logprobs.gather(1, tokens[:, None])[:, 0]
+    logit_errors = (best_logits - logits.gather(1, tokens[:, None])[:, 0].float()).abs()
+    result = SelfCheckResult(
+        bucket=bucket,
+        num_rows=len(tokens),
+        num_other_tokens=int((lag > 0).sum()),
+        mean_logprob_error=float(logprob_errors.mean()),
+        max_logprob_error=float(logprob_errors.max()),
+        mean_logit_error=float(logit_errors.mean()),
+        max_logit_error=float(logit_errors.max()),
+        max_cache_error=max(_cache_error(cache, own_cache), _cache_error(cache, run_cache)),
+        mean_logit_spacing=float(spacing.mean()),
+        max_logit_spacing=float(spacing.max()),
+        rounding_noise=_rounding_noise(logits, num_layers=len(buffers.layers)),
+    )
+    check.require(result, float(lag.max()), tolerance)
+    return result
+
+
+class _Check:
+    """One bucket's check; `rows` must be in place while something runs."""
+
+    def __init__(self, buffers: DecodeBuffers, rows: SyntheticRows, mode: str) -> None:
+        self.rows = rows
+        self._mode = mode
+        self._buffers = buffers
+        self._cut = buffers.rows(rows.bucket)
+        self._is_active = torch.tensor([p >= 0 for p in rows.positions], device=buffers.device)
+
+    def run_forward(
+        self, logits_of: Callable[[Tensor, Tensor], Tensor], name: str
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The active rows' logits, and what was written to the cache."""
+        self.rows.reset()
+        logits = logits_of(self._cut.token_ids, self._cut.positions)[self._is_active]
+        self._require_kept_slots(name)
+        return logits, self.rows.read_new()
+
+    def run_step(self, runner: StepRunner) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """The active rows' tokens int64 and their logits float32, and what was written to the cache."""
+        self.rows.reset()
+        runner.run(self.rows.bucket, 1)
+        self._require_kept_slots("the step")
+        tokens, best_logits = self._cut.outputs[0].long(), self._cut.best_logits.clone()
+        cache = self.rows.read_new()
+        self._require_advanced(tokens, best_logits)
+        return tokens[self._is_active], best_logits[self._is_active], cache
+
+    def require_known(self, tokens: Tensor, *, vocab_size: int) -> None:
+        """Raise for a token outside of the vocabulary."""
+        highest = int(tokens.max())
+        if highest >= vocab_size:
+            raise self._failure(f"token {highest} is not in the vocabulary of {vocab_size}")
+
+    def require(self, result: SelfCheckResult, max_lag: float, tolerance: Tolerance) -> None:
+        """Raise unless all errors are within `tolerance`; a NaN is not."""
+        has_mean = result.num_rows >= MIN_ROWS_FOR_MEAN
+        max_logprob = tolerance.max_logprob + result.max_logit_spacing
+        mean_logprob = tolerance.mean_logprob + result.mean_logit_spacing + result.rounding_noise
+        bounds = [
+            ("log-probabilities differ by up to", result.max_logprob_error, max_logprob),
+            ("keys or values in the cache differ by up to", result.max_cache_error, tolerance.cache),
+            ("a token is less likely than the best by", max_lag, max_logprob),
+            ("the step's best logits differ by up to", result.max_logit_error, max_logprob),
+        ]
+        if has_mean:
+            bounds += [
+                ("log-probabilities differ on average by", result.mean_logprob_error, mean_logprob),
+                ("the step's best logits differ on average by", result.mean_logit_error, mean_logprob),
+            ]
+        for what, error, bound in bounds:
+            if not error <= bound:
+                raise self._failure(f"{what} {error:.4g}, where rounding makes {bound:g} at most")
+
+    def _require_kept_slots(self, name: str) -> None:
+        layer = self.rows.find_overwritten()
+        if layer is not None:
+            raise self._failure(f"{name} changed keys or values in layer {layer} that were not its to write")
+
+    def _require_advanced(self, tokens: Tensor, best_logits: Tensor) -> None:
+        """The rows' state after the step is what plain `advance` makes of its tokens."""
+        after = [tensor.clone() for tensor in self._cut.state()]
+        self.rows.reset()
+        advance(self._cut, tokens.clamp(min=0), best_logits)
+        if not all(map(torch.equal, after, self._cut.state())):
+            raise self._failure("the rows did not advance as their tokens say")
+
+    def _failure(self, what: str) -> EngineError:
+        return EngineError(
+            f"Self-check of compile mode {self._mode}, batch of {self.rows.bucket} rows: {what}. The decode step does "
+            "not compute what the model's own code does; run with another mode or fusion, or report this."
+        )
+
+
+def _best_logprob_errors(expected: Tensor, actual: Tensor) -> Tensor:
+    best = expected.argmax(-1, keepdim=True)
+    return (actual.gather(1, best) - expected.gather(1, best)).abs()[:, 0]
+
+
+def _spacing_of_best(logits: Tensor) -> Tensor:
+    """Distance [rows] between neighbouring numbers of the logits' dtype at the best logit."""
+    best = logits.amax(-1).float().abs().clamp(min=torch.finfo(torch.float32).tiny)
+    return torch.finfo(logits.dtype).eps * torch.exp2(torch.floor(torch.log2(best)))
+
+
+def _rounding_noise(logits: Tensor, num_layers: int) -> float:
+    """How far rounding the residual stream alone moves logits [rows, vocabulary], in nats.
+
+    Both additions of a layer round it, and what they add was rounded before: by about a quarter of eps together, in a
+    direction of its own each time. That is a random walk, as long as the square root of its steps. Logits err in
+    proportion to their spread.
+    """
+    relative = torch.finfo(logits.dtype).eps / 4 * math.sqrt(2 * num_layers)
+    return relative * float(logits.float().std(dim=-1).mean())
+
+
+def _cache_error(expected: Sequence[Tensor], actual: Sequence[Tensor]) -> float:
+    """Largest relative error of a row's keys or values; NaN when there is one anywhere."""
+    errors = [
+        ((a.float() - e.float()).flatten(2).norm(dim=-1) / e.float().flatten(2).norm(dim=-1)).max()
+        for e, a in zip(expected, actual, strict=True)
+    ]
+    return float(torch.stack(errors).max())

@@ -1,0 +1,139 @@
+"""Chooses how much of a model runs fused, and keeps its forward in step with the caller's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from cbexp.engine.buffers import LayerPages
+from cbexp.engine.forward.llama import LlamaForward, read_llama, why_not_llama
+from cbexp.engine.forward.plain import PlainForward
+from cbexp.engine.forward.projections import ProjectionFusion
+from cbexp.engine.types import EngineError, Fusion
+
+ResolvedFusion = Literal["none", "projections", "layers"]
+
+
+class ForwardChoice:
+    """The forward of `model` over `pages` (by layer index), between `begin` and `end` of each drive.
+
+    `max_positions` bounds the positions that decode steps reach. Parameters stay where the caller has put them.
+    `EngineError`, from here and from `begin`: fused layers were asked for, and the model cannot run so.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, pages: tuple[LayerPages, ...], fusion: Fusion, max_positions: int
+    ) -> None:
+        self._model = model
+        self._pages = pages
+        self._asked = fusion
+        self._max_positions = max_positions
+        self._projections = ProjectionFusion(model)
+        self._state: tuple[Any, ...] | None = None
+        self.fusion = _resolve(model, fusion)
+        self.forward: PlainForward | LlamaForward = PlainForward(model, pages)
+
+    def begin(self) -> bool:
+        """Prepare a drive; whether what was captured or compiled from `forward` is void.
+
+        That is so at first, and when parameters were re-assigned, moved or wrapped (an adapter) since the last drive;
+        weights that were written in place keep everything valid.
+        """
+        self._projections.remove()
+        self.fusion = _resolve(self._model, self._asked)
+        state = (self.fusion, *_code_states(self._model), *_addresses(self._model))
+        if self.fusion != "none":
+            self._projections.find()
+        if self.fusion == "projections":
+            self._projections.install()
+        if state == self._state:
+            return False
+        self._state = None  # should building fail, the next drive builds again
+        self.forward = self._build_forward()
+        self._state = state
+        return True
+
+    def end(self) -> None:
+        """Give the modules back to the caller. Safe to call twice."""
+        self._projections.remove()
+
+    def close(self) -> None:
+        """`end`, and let go of the cache's pages. Safe to call twice."""
+        self.end()
+        self._pages, self._state = (), None
+        self.forward = PlainForward(self._model, ())
+
+    def plain_logits(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """Logits of the same step by the model's own code, nothing of it fused."""
+        self._projections.remove()
+        try:
+            return PlainForward(self._model, self._pages).logits(token_ids, positions)
+        finally:
+            if self.fusion == "projections":
+                self._projections.install()
+
+    def prefill(self, batch: dict[str, Any], num_rows: int) -> Tensor | None:
+        """Next tokens of transformers' packed batch, as `LlamaForward.prefill`.
+
+        None where the model's own code has to run the batch.
+        """
+        return self.forward.prefill(batch, num_rows) if isinstance(self.forward, LlamaForward) else None
+
+    def describe(self) -> dict[str, Any]:
+        """What is fused, as plain JSON values; `fusion_reason` says why not whole layers."""
+        facts: dict[str, Any] = {"fusion": self.fusion}
+        if self.fusion != "none":
+            facts["fused_projections"] = self._projections.describe()
+        if self._asked == "auto" and self.fusion == "projections":
+            facts["fusion_reason"] = why_not_llama(self._model)
+        return facts
+
+    def _build_forward(self) -> PlainForward | LlamaForward:
+        if self.fusion != "layers":
+            return PlainForward(self._model, self._pages)
+        return LlamaForward(read_llama(self._model, self._max_positions), self._pages)
+
+
+def _resolve(model: PreTrainedModel, fusion: Fusion) -> ResolvedFusion:
+    """What `fusion` means for `model`.
+
+    `auto` fuses whole layers in half precision on CUDA where the model allows it, else projections there; nothing on
+    other devices, and nothing in float32 or float64, where the order of a sum can change a token.
+    """
+    if fusion == "layers":
+        reason = why_not_llama(model)
+        if reason is not None:
+            raise EngineError(f"fusion='layers' is impossible: {reason}. Use fusion='auto' or 'projections'.")
+        return "layers"
+    if fusion != "auto":
+        return fusion
+    if model.device.type != "cuda" or model.dtype in (torch.float32, torch.float64):
+        return "none"
+    return "layers" if why_not_llama(model) is None else "projections"
+
+
+def _addresses(model: PreTrainedModel) -> Iterator[tuple[Any, ...]]:
+    """Where every parameter and buffer lies, and as what: compiled and captured code has it baked in."""
+    for tensors in (model.named_parameters(), model.named_buffers()):
+        for name, tensor in tensors:
+            yield name, tensor.data_ptr(), tensor.dtype, tensor.shape
+
+
+def _code_states(model: PreTrainedModel) -> Iterator[tuple[Any, ...]]:
+    """What decides of the modules' forwards besides tensors: hooks, replaced forwards, adapters and their factors.
+
+    The compiler guards on no hook, and a captured graph on nothing.
+    """
+    for name, module in model.named_modules():
+        hooks = (*module._forward_pre_hooks.items(), *module._forward_hooks.items())
+        if hooks or "forward" in vars(module):
+            yield name, *((key, id(hook)) for key, hook in hooks), id(vars(module).get("forward"))
+        # transformers' models have methods of these names.
+        if isinstance(getattr(module, "disable_adapters", None), bool):
+            scaling = getattr(module, "scaling", {})
+            factors = tuple(sorted(scaling.items())) if isinstance(scaling, dict) else ()
+            yield name, module.disable_adapters, *module.active_adapters, *module.merged_adapters, factors

@@ -1,0 +1,291 @@
+"""Llama-like models as fused kernels: which models are, what is read of one, its decode steps and its prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from cbexp.engine.attention import attend_packed, packed_lengths
+from cbexp.engine.buffers import LayerPages
+from cbexp.engine.forward import ops
+from cbexp.engine.forward.projections import find_projection_groups
+
+# Models whose decoder layer is: norm, q/k/v, (norm of each head,) rotary embedding, attention, o, residual; norm, gated
+# SiLU, residual. Told by class: a like name with another order of norms, or a scaled residual, would be wrong.
+MODEL_CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+# Rotary embeddings whose angle depends on the position alone, not on the length of the sequence.
+STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+PLAIN_MODULES = (nn.Linear, nn.Embedding, nn.ModuleList)
+BIASED_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+SIZE_MULTIPLE = 16
+
+
+@dataclass(frozen=True)
+class LlamaLayer:
+    """The caller's parameters of one decoder layer: [out_features, in_features], biases and norms as vectors.
+
+    `qkv` and `qkv_biases` are of the queries, keys and values; there may be no biases. `next_norm` is the norm before
+    the next layer, or the last one.
+    """
+
+    qkv: list[Tensor]
+    qkv_biases: list[Tensor]
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: Tensor
+    o_bias: Tensor | None
+    post_attention_norm: Tensor
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    next_norm: Tensor
+
+
+@dataclass(frozen=True)
+class LlamaModel:
+    """What a forward of fused kernels reads. `cos` and `sin` [max_positions, head_dim] are in the model's dtype."""
+
+    embedding: Tensor
+    first_norm: Tensor
+    layers: tuple[LlamaLayer, ...]
+    head: Tensor
+    cos: Tensor
+    sin: Tensor
+    eps: float
+    num_kv_heads: int
+    scaling: float
+
+
+def read_llama(model: PreTrainedModel, max_positions: int) -> LlamaModel:
+    """Read `model`, of which `why_not_llama` must be None; to be read again when parameters were re-assigned.
+
+    `max_positions`: length of the rotary tables.
+    """
+    base: Any = model.model
+    layers = list(base.layers)
+    norms = [*(layer.input_layernorm for layer in layers[1:]), base.norm]
+    cos, sin = _rotary_tables(base, max_positions)
+    llama = LlamaModel(
+        embedding=base.embed_tokens.weight.data,
+        first_norm=layers[0].input_layernorm.weight.data,
+        layers=tuple(_read_layer(layer, norm) for layer, norm in zip(layers, norms, strict=True)),
+        head=model.lm_head.weight.data,
+        cos=cos,
+        sin=sin,
+        eps=base.norm.variance_epsilon,
+        num_kv_heads=model.config.num_key_value_heads,
+        scaling=layers[0].self_attn.scaling,
+    )
+    _mark_addresses_static(llama)
+    return llama
+
+
+def _read_layer(layer: Any, next_norm: Any) -> LlamaLayer:
+    attention, mlp = layer.self_attn, layer.mlp
+    qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
+    return LlamaLayer(
+        qkv=[linear.weight.data for linear in qkv],
+        qkv_biases=[linear.bias.data for linear in qkv if linear.bias is not None],
+        q_norm=attention.q_norm.weight.data if hasattr(attention, "q_norm") else None,
+        k_norm=attention.k_norm.weight.data if hasattr(attention, "k_norm") else None,
+        o=attention.o_proj.weight.data,
+        o_bias=None if attention.o_proj.bias is None else attention.o_proj.bias.data,
+        post_attention_norm=layer.post_attention_layernorm.weight.data,
+        gate=mlp.gate_proj.weight.data,
+        up=mlp.up_proj.weight.data,
+        down=mlp.down_proj.weight.data,
+        next_norm=next_norm.weight.data,
+    )
+
+
+@torch.no_grad()
+def _rotary_tables(base: Any, max_positions: int) -> tuple[Tensor, Tensor]:
+    """The model's own, of every position."""
+    like = base.embed_tokens.weight
+    positions = torch.arange(max_positions, device=like.device)[None]
+    cos, sin = base.rotary_emb(like, positions)
+    return cos[0].contiguous(), sin[0].contiguous()
+
+
+def _mark_addresses_static(llama: LlamaModel) -> None:
+    """Tell the compiler what it knows of parameters: otherwise graph trees copy every weight at each replay."""
+    for holder in (llama, *llama.layers):
+        for value in vars(holder).values():
+            for tensor in value if isinstance(value, list) else [value]:
+                if isinstance(tensor, Tensor):
+                    torch._dynamo.mark_static_address(tensor)
+
+
+# Takes normed hidden states [rows, hidden], a layer and its index; gives [rows, num_heads * head_dim].
+Attend = Callable[[Tensor, LlamaLayer, int], Tensor]
+
+
+class LlamaForward:
+    """Implements `DecodeForward` on `model`; `pages` by layer index.
+
+    Numerics are those of transformers' own code, rounded at the same places, but for the order of sums.
+    """
+
+    def __init__(self, model: LlamaModel, pages: tuple[LayerPages, ...]) -> None:
+        self._model = model
+        self._pages = pages
+        max_rows, device = pages[0].block_table.shape[0], pages[0].pages.device
+        # Of one layer after the other: what attention leaves behind is what it finds.
+        self._arrivals = torch.zeros(max_rows * model.num_kv_heads, dtype=torch.int32, device=device)
+        torch._dynamo.mark_static_address(self._arrivals)
+
+    def __call__(self, token_ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """As `DecodeForward`."""
+        next_ids: Tensor
+        best_logits: Tensor
+        next_ids, best_logits = ops.best_tokens(self._decode(token_ids, positions), self._model.head)
+        return next_ids, best_logits
+
+    def logits(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """As `DecodeForward`, in the model's dtype."""
+        return functional.linear(self._decode(token_ids, positions), self._model.head)
+
+    def prefill(self, batch: dict[str, Any], num_rows: int) -> Tensor:
+        """Run transformers' packed batch through its cache; the next token of the first `num_rows` of `logits_indices`.
+
+        `batch`: the keyword arguments that transformers' batching hands to a model, tokens side by side.
+        """
+        hidden = self._run(batch["input_ids"][0], partial(self._attend_packed, batch))
+        ends = batch["logits_indices"][:num_rows]
+        next_ids: Tensor
+        next_ids, _ = ops.best_tokens(hidden[ends], self._model.head)
+        return next_ids
+
+    def _decode(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        return self._run(token_ids, partial(self._attend_paged, positions))
+
+    def _run(self, token_ids: Tensor, attend_in: Attend) -> Tensor:
+        """Final normed hidden states [rows, hidden]."""
+        model = self._model
+        residual: Tensor
+        hidden: Tensor
+        residual, hidden = ops.embed_norm(token_ids, model.embedding, model.first_norm, model.eps)
+        for index, layer in enumerate(model.layers):
+            attended = attend_in(hidden, layer, index)
+            residual, hidden = ops.project_add_norm(
+                attended, layer.o, layer.o_bias, residual, layer.post_attention_norm, model.eps
+            )
+            gated = ops.gated_projection(hidden, layer.gate, layer.up)
+            residual, hidden = ops.project_add_norm(
+                gated, layer.down, None, residual, layer.next_norm, model.eps
+            )
+        return hidden
+
+    def _attend_paged(self, positions: Tensor, hidden: Tensor, layer: LlamaLayer, index: int) -> Tensor:
+        model, pages = self._model, self._pages[index]
+        attended: Tensor = ops.attend_new_token(
+            hidden,
+            layer.qkv,
+            layer.qkv_biases,
+            positions,
+            model.cos,
+            model.sin,
+            layer.q_norm,
+            layer.k_norm,
+            pages.pages,
+            pages.block_table,
+            pages.page_offset,
+            self._arrivals,
+            model.eps,
+            model.scaling,
+            pages.window,
+        )
+        return attended
+
+    def _attend_packed(self, batch: dict[str, Any], hidden: Tensor, layer: LlamaLayer, index: int) -> Tensor:
+        model = self._model
+        heads = ops.rotated_projection(
+            hidden,
+            layer.qkv,
+            layer.qkv_biases,
+            batch["position_ids"][0],
+            model.cos,
+            model.sin,
+            layer.q_norm,
+            layer.k_norm,
+            model.eps,
+        )
+        # As model code hands them to a cache: [1, heads, tokens, head_dim].
+        query, key, value = (part.transpose(0, 1)[None] for part in heads)
+        kwargs = dict(batch)  # the cache puts this layer's lengths in place of all
+        key, value = batch["cache"].update(key, value, index, kwargs=kwargs)
+        # Not the module's, which has none in Mistral: its code asks the config.
+        window = self._pages[index].window
+        lengths = packed_lengths(kwargs, "sliding_attention" if window else "full_attention")
+        packed = query.squeeze(0), key.squeeze(0), value.squeeze(0)
+        attended = attend_packed(*packed, lengths, model.scaling, window, None, None)
+        return attended.reshape(hidden.shape[0], -1)
+
+
+def why_not_llama(model: PreTrainedModel) -> str | None:
+    """The reason for which `model` cannot run as fused layers; None when it can."""
+    return next(_objections(model), None)
+
+
+def _objections(model: PreTrainedModel) -> Iterator[str]:
+    """In an order in which each may rely on those before it."""
+    name = type(model).__name__
+    if name not in MODEL_CLASSES or type(model).__module__.split(".")[0] != "transformers":
+        yield f"{name} is not one of {', '.join(MODEL_CLASSES)}"
+    yield from _module_objections(model)
+    yield from _config_objections(model)
+    yield from _parameter_objections(model)
+
+
+def _module_objections(model: PreTrainedModel) -> Iterator[str]:
+    own_modules = (type(model).__module__, "transformers.activations")
+    for path, module in model.named_modules():
+        kind = type(module)
+        if kind not in PLAIN_MODULES and kind.__module__ not in own_modules:
+            qualified_name = f"{kind.__module__}.{kind.__qualname__}"
+            yield f"{path} is a {qualified_name} (an adapter, or quantised weights), not the model's own"
+        if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+            yield f"{path or 'the model'} has a hook or a replaced forward, which fused kernels would not run"
+
+
+def _config_objections(model: PreTrainedModel) -> Iterator[str]:
+    config, base = model.config, cast(Any, model.model)
+    rope_type = base.rotary_emb.rope_type
+    if rope_type not in STATIC_ROPE_TYPES:
+        yield f"its rotary embedding (rope_type={rope_type}) changes with the length of the sequence"
+    if config.hidden_act != "silu":
+        yield f"its activation is {config.hidden_act}, not silu"
+    sizes = {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "head_dim": base.layers[0].self_attn.head_dim,
+    }
+    for name, size in sizes.items():
+        # Rows of such weights would begin at unaligned addresses.
+        if size % SIZE_MULTIPLE:
+            yield f"its {name} ({size}) is not a multiple of {SIZE_MULTIPLE}"
+
+
+def _parameter_objections(model: PreTrainedModel) -> Iterator[str]:
+    for name, parameter in model.named_parameters():
+        if type(parameter) is not nn.Parameter:
+            yield f"{name} is a {type(parameter).__name__}, not a plain parameter"
+        if not parameter.is_contiguous():
+            yield f"{name} is not contiguous"
+        if name.endswith("bias") and name.split(".")[-2] not in BIASED_PROJECTIONS:
+            yield f"{name} is a bias where fused kernels add none"
+    dtypes = {str(parameter.dtype) for parameter in model.parameters()}
+    if len(dtypes) > 1:
+        yield f"its parameters differ in dtype: {', '.join(sorted(dtypes))}"
+    if model.dtype == torch.float64:
+        yield "its dtype is torch.float64, and fused kernels sum up in float32"
+    _, unfused = find_projection_groups(model)
+    for name, reason in unfused.items():
+        yield f"{name} cannot be one product: {reason}"

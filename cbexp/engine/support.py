@@ -1,0 +1,175 @@
+"""What the engine runs with: versions of transformers, models, a C++ compiler. Needs no transformers to be imported."""
+
+from __future__ import annotations
+
+import functools
+import re
+import subprocess
+from typing import TYPE_CHECKING, Any
+
+from cbexp.engine.types import UnsupportedModelError, UnsupportedTransformersError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+# First supported and first unsupported minor version: the internals change between minor versions.
+SUPPORTED_TRANSFORMERS = ((5, 24), (5, 25))
+SUPPORTED_LAYER_TYPES = ("full_attention", "sliding_attention")
+RECURRENT_LAYER_TYPES = ("linear_attention", "mamba", "conv", "recurrent")
+
+
+def check_transformers_version(found: str) -> None:
+    """Raise `UnsupportedTransformersError` (one line: found, range) unless version `found` is supported."""
+    match = re.match(r"(\d+)\.(\d+)", found)
+    minor = (int(match[1]), int(match[2])) if match else None
+    first, end = SUPPORTED_TRANSFORMERS
+    if minor is None or not first <= minor < end:
+        raise UnsupportedTransformersError(
+            f"transformers {found} is not supported: install >={first[0]}.{first[1]},<{end[0]}.{end[1]}."
+        )
+
+
+def require_supported_model(model: Any) -> PreTrainedModel:
+    """Return the transformers model inside `model` (a PEFT wrapper is taken off, its adapter layers stay).
+
+    Raises `UnsupportedModelError`, naming the model and the reason, for wrappers, sharded or meta-device models, and
+    architectures that the paged cache cannot serve.
+    """
+    from transformers import PreTrainedModel
+
+    base = _unwrap_peft(model)
+    if not isinstance(base, PreTrainedModel):
+        raise _unsupported(base, "it is not a transformers model; pass the module inside the wrapper")
+    reason = _placement_problem(base) or find_architecture_problem(base.config, type(base))
+    if reason is None and not base.can_generate():
+        reason = "it has no language-model head; load it with AutoModelForCausalLM"
+    if reason is not None:
+        raise _unsupported(base, reason)
+    return base
+
+
+def _unsupported(model: Any, reason: str) -> UnsupportedModelError:
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    kind = "" if model_type is None else f" (model type {model_type})"
+    return UnsupportedModelError(f"{type(model).__name__}{kind} cannot be driven: {reason}.")
+
+
+def _unwrap_peft(model: Any) -> Any:
+    """The base model, into which PEFT has injected its layers; the wrapper's own forward adds only prompt learning."""
+    if not hasattr(model, "peft_config") or not hasattr(model, "get_base_model"):
+        return model
+    if any(getattr(config, "is_prompt_learning", False) for config in model.peft_config.values()):
+        raise _unsupported(
+            model, "prompt-learning adapters change the inputs; LoRA and its kin are supported"
+        )
+    return model.get_base_model()
+
+
+def _placement_problem(model: PreTrainedModel) -> str | None:
+    if getattr(model, "_device_mesh", None) is not None or (getattr(model, "_tp_size", None) or 1) > 1:
+        return "it is tensor-parallel, and only models on one device are supported"
+    if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
+        return "its parameters are sharded, and only models on one device are supported"
+    placements = set(getattr(model, "hf_device_map", {}).values())
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(placements) > 1 or len(devices) > 1:
+        names = sorted(str(place) for place in (placements if len(placements) > 1 else devices))
+        return f"it is spread over {', '.join(names)}, and only models on one device are supported"
+    if {device.type for device in devices} == {"meta"}:
+        return "its weights are on the meta device; load them first"
+    return None
+
+
+def find_architecture_problem(config: PreTrainedConfig, model_class: Any) -> str | None:
+    """Why a model of `config` would not run, or run wrongly, on a paged cache; None when nothing speaks against it.
+
+    `model_class` is transformers' class of the model; None, when it is not known, leaves out what only it can tell.
+    """
+    return (
+        _kind_problem(config)
+        or _layer_problem(config)
+        or _attention_problem(config)
+        or (None if model_class is None else _class_problem(model_class))
+    )
+
+
+def _kind_problem(config: PreTrainedConfig) -> str | None:
+    from transformers import MODEL_FOR_MASKED_LM_MAPPING
+
+    if config.is_encoder_decoder:
+        return "it is an encoder-decoder model, and only decoders are served"
+    if getattr(config, "is_decoder", True) is False and type(config) in MODEL_FOR_MASKED_LM_MAPPING:
+        return "it is an encoder, and only decoders are served"
+    if _is_composite(config):
+        return "it takes more than text (images, audio or video), and only text models are served"
+    return None
+
+
+def _layer_problem(config: PreTrainedConfig) -> str | None:
+    if config.is_heterogeneous or getattr(config, "global_head_dim", None) is not None:
+        return "its layers differ in shape"
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - set(SUPPORTED_LAYER_TYPES))
+    if others:
+        state = ", which keep a recurrent state" if set(others) & set(RECURRENT_LAYER_TYPES) else ""
+        return (
+            "a paged cache serves full and sliding attention only "
+            f"(it has layers of the kind {', '.join(others)}{state})"
+        )
+    if getattr(config, "num_kv_shared_layers", None):
+        return "some of its layers use the keys and values of others"
+    return None
+
+
+def _attention_problem(config: PreTrainedConfig) -> str | None:
+    if getattr(config, "kv_lora_rank", None) is not None:
+        return "its multi-head latent attention has keys and values of different shapes"
+    if getattr(config, "v_head_dim", None) not in (None, getattr(config, "head_dim", None)):
+        return "its keys and values differ in head size"
+    if getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True):
+        return "its attention looks ahead, and only causal attention can go on from a cache"
+    return None
+
+
+def _class_problem(model_class: Any) -> str | None:
+    if model_class._is_stateful:
+        return "its layers keep a recurrent state, which a paged cache cannot hold"
+    if not model_class._supports_attention_backend:
+        return "its attention does not go through transformers' attention interface"
+    # The second is the older name, still to be found in code that comes with a checkpoint.
+    if not (model_class._supports_flash_attn or getattr(model_class, "_supports_flash_attn_2", False)):
+        return "its attention makes masks of its own, which batches of packed sequences do without"
+    return None
+
+
+def _is_composite(config: PreTrainedConfig) -> bool:
+    if any(key in config.sub_configs for key in ("vision_config", "audio_config")):
+        return True
+    try:
+        return config.get_text_config() is not config
+    except ValueError:  # transformers' word for several nested text configs
+        return True
+
+
+def find_cpp_compiler_problem() -> str | None:
+    """What is wrong with the C++ compiler that torch.compile would take, as half a sentence; None: it compiles C++."""
+    from torch._inductor.cpp_builder import get_cpp_compiler  # late: it takes seconds
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        compiler = get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return "no compiler was found"
+    except OSError as error:
+        return f"the compiler cannot be run ({error})"
+    return None if _knows_cpp(compiler) else f"{compiler} is no C++ compiler"
+
+
+@functools.cache
+def _knows_cpp(compiler: str) -> bool:
+    """Whether it has the language's own macro; PyTorch is content with any program that takes --version."""
+    command = [compiler, "-x", "c++", "-E", "-dM", "-"]
+    try:
+        macros = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return b"__cplusplus" in macros
