@@ -56,7 +56,8 @@ def buffers():
 def forward(model, buffers):
     """The model's layers fused."""
     choice = ForwardChoice(model, buffers.layers, "layers", 2 * CONTEXT)
-    choice.begin()
+    with torch.no_grad():
+        choice.begin()
     yield choice.forward
     choice.end()
     choice.close()
