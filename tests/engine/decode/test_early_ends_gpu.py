@@ -7,11 +7,8 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from cbexp.engine.attention import ATTENTION_NAME
-from cbexp.engine.buffers import allocate_buffers
-from cbexp.engine.fused_forward import FusedForward
-from cbexp.engine.fused_layers import read_fused_model
-from cbexp.engine.fused_weights import FusedWeights
-from cbexp.engine.buffers import PagePool
+from cbexp.engine.buffers import PagePool, allocate_buffers
+from cbexp.engine.forward import ForwardChoice
 from tests.engine.graph_capture import capture
 
 pytestmark = pytest.mark.gpu
@@ -23,8 +20,8 @@ STEPS_EACH, NUM_TIMES = 20, 5
 
 
 @pytest.fixture(scope="module")
-def weights():
-    """Of one layer with the heads of Qwen3-4B, and all else so small that a step is mostly attention."""
+def model():
+    """One layer with the heads of Qwen3-4B, and all else so small that a step is mostly attention."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=2048,
@@ -38,10 +35,7 @@ def weights():
     )
     model = Qwen3ForCausalLM._from_config(config)
     model.config._attn_implementation = ATTENTION_NAME
-    made = FusedWeights(model.to(DEVICE, torch.bfloat16).eval().requires_grad_(False))
-    made.refresh()
-    yield model, made
-    made.close()
+    return model.to(DEVICE, torch.bfloat16).eval().requires_grad_(False)
 
 
 @pytest.fixture(scope="module")
@@ -50,17 +44,23 @@ def buffers():
     width, pages_per_block = -(-CONTEXT // PAGE_SIZE), 2
     shape = ((1 + NUM_ROWS * width) * pages_per_block, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM)
     pages = torch.empty(shape, dtype=torch.bfloat16, device=DEVICE).normal_()
-    pool = PagePool((0,), pages, pages_per_block, 0, width, 0)
-    made = allocate_buffers(
-        {"full_attention": pool},
-        max_rows=NUM_ROWS,
-        max_burst=1,
-        eos_token_ids=(),
-        device=torch.device(DEVICE),
-    )
+    pools = {"full_attention": PagePool((0,), pages, pages_per_block, 0, width, 0)}
+    sizes = {"max_rows": NUM_ROWS, "max_burst": 1, "eos_token_ids": ()}
+    made = allocate_buffers(pools, **sizes, device=torch.device(DEVICE))
     blocks = 1 + torch.randperm(NUM_ROWS * width, generator=torch.Generator().manual_seed(0))
     made.block_tables["full_attention"].copy_((blocks * pages_per_block).view(NUM_ROWS, width))
     return made
+
+
+@pytest.fixture(scope="module")
+def forward(model, buffers):
+    """The model's layers fused."""
+    choice = ForwardChoice(model, buffers.layers, "layers", 2 * CONTEXT)
+    with torch.no_grad():
+        choice.begin()
+    yield choice.forward
+    choice.end()
+    choice.close()
 
 
 def time_step(graph):
@@ -78,10 +78,8 @@ def time_step(graph):
 
 @torch.no_grad()
 @pytest.mark.parametrize("is_spread", [True, False], ids=["spread", "in front"])
-def test_attention_reads_for_active_rows_alone(weights, buffers, is_spread):
+def test_attention_reads_for_active_rows_alone(forward, buffers, is_spread):
     """16 of 256 rows go on: a sixteenth is read, by a sixteenth of the programs, which cannot fill the device."""
-    model, fused_weights = weights
-    forward = FusedForward(read_fused_model(model, fused_weights, 2 * CONTEXT), buffers.layers)
     buffers.token_ids.copy_(torch.arange(NUM_ROWS))
     graph = capture(lambda: forward(buffers.token_ids, buffers.positions), STEPS_EACH)
 

@@ -6,14 +6,15 @@ import gc
 import logging
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from cbexp.engine.compile_modes import CAPTURE_MODES, TORCH_MODES, TREE_MODES, build_step_runner
+from cbexp.engine.decode.runners import build_runner
+from cbexp.engine.decode.self_check import check_bucket
 from cbexp.engine.model_forward import ModelForward
-from cbexp.engine.self_check import check_bucket
-from cbexp.engine.types import EngineError
+from cbexp.engine.types import COMPILE_MODES, EngineError
 from tests.engine.decode_fixtures import (
     build_buffers,
     build_decode_model,
@@ -26,14 +27,11 @@ pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
 MAX_ROWS = 12
-BUCKETS = (8, 4, 2, 1)
 POSITIONS = (3, 9, -1, 8, 15, 0, 12, 7, 5, 1, 2)
-GRAPH_MODES = (*TREE_MODES, *CAPTURE_MODES)
-COMPILED_MODES = tuple(mode for mode, torch_mode in TORCH_MODES.items() if torch_mode)
-CHOICES = [
-    *((mode, "model") for mode in TORCH_MODES),
-    *((mode, "layer") for mode in ("default", "max_autotune_no_cudagraphs", "compiled_cuda_graph")),
-]
+GRAPH_MODES = tuple(name for name, mode in COMPILE_MODES.items() if mode.graphs is not None)
+CAPTURE_MODES = tuple(name for name, mode in COMPILE_MODES.items() if mode.graphs == "engine")
+TREE_MODES = tuple(name for name, mode in COMPILE_MODES.items() if mode.graphs == "torch")
+FEW_MODES = ("cuda_graph", "compiled_cuda_graph", "reduce_overhead")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -45,31 +43,31 @@ def _exact_fp32():
     torch.backends.cuda.matmul.allow_tf32 = allowed
 
 
-@pytest.fixture(scope="module")
-def models():
-    return {family: build_decode_model(family, DEVICE) for family in ("qwen3", "gemma2")}
-
-
 class Setting:
     """A model with a cache, an eager runner and, by `make`, others over the same buffers."""
 
-    def __init__(self, model, family="qwen3", dtype=torch.float32):
+    def __init__(self, model, family="qwen3"):
         self.model = model
-        self.pools = build_pools(MAX_ROWS * 4, family=family, device=DEVICE, dtype=dtype)
-        self.buffers = build_buffers(MAX_ROWS, pools=self.pools)
+        pools = build_pools(MAX_ROWS * 4, family=family, device=DEVICE, dtype=model.dtype)
+        self.buffers = build_buffers(MAX_ROWS, pools=pools)
         self.forward = ModelForward(model, self.buffers.layers)
         self.runners = []
         self.eager = self.make("eager")
 
-    def make(self, mode, forward=None, **options):
-        self.runners.append(
-            build_step_runner(forward or self.forward, self.buffers, mode, model=self.model, **options)
-        )
+    def make(self, mode, forward=None):
+        forward = forward or self.forward
+        parameters = list(forward.model.parameters())
+        self.runners.append(build_runner(forward, self.buffers, mode, parameters=parameters))
         return self.runners[-1]
+
+    def prepare(self, runner, *buckets):
+        """Largest first, once each, as the decoder does."""
+        for bucket in buckets:
+            runner.prepare(bucket)
+        return runner
 
     def burst(self, runner, bucket, num_steps=5):
         """All state after a burst; the cache is as before afterwards."""
-        runner.prepare(bucket)
         set_rows(self.buffers, POSITIONS[:bucket])
         pages = self.buffers.layers[0].pages
         before = pages.clone()
@@ -78,69 +76,69 @@ class Setting:
         pages.copy_(before)
         return state
 
-    def require_equal_bursts(self, runner, buckets=BUCKETS, num_steps=5):
+    def require_equal_bursts(self, runner, *buckets):
         for bucket in buckets:
-            expected = self.burst(self.eager, bucket, num_steps)
-            for actual, value in zip(self.burst(runner, bucket, num_steps), expected, strict=True):
+            expected = self.burst(self.eager, bucket)
+            for actual, value in zip(self.burst(runner, bucket), expected, strict=True):
                 torch.testing.assert_close(actual, value, rtol=1e-4, atol=1e-4)
 
-    def check(self, runner, bucket, mode="some_mode", forward=None):
+    def check(self, runner, bucket):
         return check_bucket(
-            runner,
-            forward or self.forward,
-            self.forward.logits,
-            self.buffers,
-            self.pools,
-            bucket=bucket,
-            mode=mode,
+            runner, self.forward, self.forward.logits, self.buffers, bucket=bucket, mode="some_mode"
         )
 
-    def close(self):
-        for runner in self.runners:
-            runner.close()
-        self.runners.clear()
+    def close(self, runner=None):
+        """All runners, or one of them."""
+        for closed in [runner] if runner else list(self.runners):
+            closed.close()
+            self.runners.remove(closed)
 
 
 @pytest.fixture
-def setting(models):
-    made = Setting(models["qwen3"])
-    yield made
-    made.close()
+def make_setting():
+    settings = []
+
+    def make(model=None, family="qwen3"):
+        settings.append(Setting(model or build_decode_model(family, DEVICE), family))
+        return settings[-1]
+
+    yield make
+    for setting in settings:
+        setting.close()
 
 
-def buckets_of(mode):
-    """Tuning takes its time for each of the programs, of which a single row has its own."""
-    return (4, 2) if "max_autotune" in mode else BUCKETS
+@pytest.fixture
+def setting(make_setting):
+    return make_setting()
 
 
 class Ready:
-    """A runner of one choice, prepared for all of its batch sizes over live rows, and what that left of them."""
+    """A runner of one mode, prepared for all of its batch sizes over live rows, and what that left of them."""
 
-    def __init__(self, mode, region):
-        self.mode, self.region, self.buckets = mode, region, buckets_of(mode)
+    def __init__(self, mode):
+        self.mode = mode
+        # Tuning takes its time for each of the programs, of which a single row has its own.
+        self.buckets = (4, 2) if "max_autotune" in mode else (8, 4, 2, 1)
         self.setting = Setting(build_decode_model("qwen3", DEVICE))
-        self.runner = self.setting.make(mode, region=region)
         set_rows(self.setting.buffers, POSITIONS)
         before = state_of(self.setting.buffers)
-        for bucket in self.buckets:
-            self.runner.prepare(bucket)
+        self.runner = self.setting.prepare(self.setting.make(mode), *self.buckets)
         after = state_of(self.setting.buffers)
         self.has_left_rows_alone = all(map(torch.equal, after, before))
 
 
-@pytest.fixture(scope="module", params=CHOICES, ids=lambda choice: " ".join(choice))
+@pytest.fixture(scope="module", params=COMPILE_MODES)
 def ready(request):
-    """Compiled once for all tests of a choice."""
-    made = Ready(*request.param)
+    """Compiled once for all tests of a mode."""
+    made = Ready(request.param)
     yield made
     made.setting.close()
 
 
-def check_counts(runner, mode, buckets, *, num_kinds=1):
+def check_counts(runner, mode, buckets):
     stats = runner.stats
     assert (stats.recompiles, stats.graph_breaks, stats.skipped_cudagraphs) == (0, 0, 0)
-    num_programs = num_kinds * (1 + (1 in buckets)) if mode in COMPILED_MODES else 0
-    assert stats.programs == num_programs
+    assert stats.programs == (1 + (1 in buckets) if COMPILE_MODES[mode].torch_mode else 0)
     assert stats.graphs == (len(buckets) if mode in GRAPH_MODES else 0)
 
 
@@ -149,19 +147,18 @@ def test_preparing_leaves_live_rows_alone(ready):
 
 
 def test_every_mode_makes_the_tokens_of_eager_steps(ready):
-    setting, runner, buckets = ready.setting, ready.runner, ready.buckets
-    before = runner.stats.replays
-    setting.require_equal_bursts(runner, (*reversed(buckets), *buckets))
-    check_counts(runner, ready.mode, buckets)
+    before = ready.runner.stats.replays
+    ready.setting.require_equal_bursts(ready.runner, *reversed(ready.buckets), *ready.buckets)
+    check_counts(ready.runner, ready.mode, ready.buckets)
     # Each step is a replay.
-    num_replays = 2 * len(buckets) * 5 if ready.mode in GRAPH_MODES else 0
-    assert runner.stats.replays - before == num_replays
+    num_replays = 2 * len(ready.buckets) * 5 if ready.mode in GRAPH_MODES else 0
+    assert ready.runner.stats.replays - before == num_replays
 
 
 def test_the_self_check_passes(ready):
     for bucket in ready.buckets:
         before = state_of(ready.setting.buffers)
-        result = ready.setting.check(ready.runner, bucket, ready.mode)
+        result = ready.setting.check(ready.runner, bucket)
         assert result.num_rows == max(1, bucket - 1)
         assert 0 <= result.mean_logit_error <= result.max_logit_error < 1e-3
         assert all(map(torch.equal, state_of(ready.setting.buffers), before))
@@ -182,22 +179,14 @@ def test_bursts_of_graphs_do_not_wait_for_the_device(ready):
 def test_trees_run_on_the_main_thread_alone(ready):
     if ready.mode not in TREE_MODES:
         pytest.skip("has no trees")
-    errors = []
-
-    def run():
-        try:
-            ready.runner.run(2, 1)
-        except EngineError as error:
-            errors.append(str(error))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert [f"{ready.mode} works on the main thread alone" in error for error in errors] == [True]
+    with ThreadPoolExecutor(1) as pool:
+        error = pool.submit(ready.runner.run, 2, 1).exception()
+    assert isinstance(error, EngineError)
+    assert f"{ready.mode} works on the main thread alone" in str(error)
 
 
 def test_steps_stay_valid_over_training(ready):
-    """The last test of a choice: it changes the weights."""
+    """The last test of a mode: it changes the weights."""
     model = ready.setting.model
     with torch.no_grad():
         for parameter in model.parameters():
@@ -205,88 +194,61 @@ def test_steps_stay_valid_over_training(ready):
     model.train()
     model.lm_head.requires_grad_(False)
     model.eval()
-    ready.setting.require_equal_bursts(ready.runner, (4, 2))
+    ready.setting.require_equal_bursts(ready.runner, 4, 2)
     check_counts(ready.runner, ready.mode, ready.buckets)
 
 
-FEW_CHOICES = [("cuda_graph", "model"), ("compiled_cuda_graph", "layer"), ("reduce_overhead", "model")]
+@pytest.mark.parametrize("mode", FEW_MODES)
+def test_sliding_and_full_layers(make_setting, mode):
+    setting = make_setting(family="gemma2")
+    runner = setting.prepare(setting.make(mode), 4, 2)
+    setting.require_equal_bursts(runner, 4, 2, 4)
+    check_counts(runner, mode, (4, 2))
 
 
-@pytest.mark.parametrize(("mode", "region"), FEW_CHOICES)
-def test_sliding_and_full_layers(models, mode, region):
-    setting = Setting(models["gemma2"], "gemma2")
-    runner = setting.make(mode, region=region)
-    setting.require_equal_bursts(runner, (4, 2, 4))
-    check_counts(runner, mode, (4, 2), num_kinds=2 if region == "layer" else 1)
-    setting.close()
-
-
-def test_the_self_check_passes_in_half_precision():
+def test_the_self_check_passes_in_half_precision(make_setting):
     """Of the model's own code; fused code in every mode is checked where the embedded model answers questions."""
-    setting = Setting(build_decode_model("qwen3", DEVICE).to(torch.bfloat16), dtype=torch.bfloat16)
-    runner = setting.make("compiled_cuda_graph", region="layer")
+    setting = make_setting(build_decode_model("qwen3", DEVICE).to(torch.bfloat16))
+    runner = setting.prepare(setting.make("compiled_cuda_graph"), 8, 4)
     for bucket in (8, 4):
-        runner.prepare(bucket)
         result = setting.check(runner, bucket)
         assert 0 <= result.mean_logit_error <= result.max_logit_error
-    setting.close()
 
 
-def test_the_self_check_finds_a_graph_of_other_weights(setting):
+# A graph of other weights -> what the self-check says of it.
+OTHER_WEIGHTS = {
+    "another layer": (lambda model: model.model.layers[1].mlp.down_proj.weight.mul_(1.5), "mode some_mode"),
+    # Which is no part of what is written to the cache.
+    "no attention in the last layer": (
+        lambda model: model.model.layers[-1].self_attn.o_proj.weight.zero_(),
+        r"a token is less likely|the step's best logits differ",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", OTHER_WEIGHTS)
+def test_the_self_check_finds_a_graph_of_other_weights(setting, change):
+    weaken, message = OTHER_WEIGHTS[change]
     other = build_decode_model("qwen3", DEVICE)
     with torch.no_grad():
-        other.model.layers[1].mlp.down_proj.weight.mul_(1.5)
-    runner = setting.make("cuda_graph", ModelForward(other, setting.buffers.layers))
-    runner.prepare(4)
-    with pytest.raises(EngineError, match="mode some_mode, batch of 4 rows"):
-        setting.check(runner, 4)
+        weaken(other)
+    runner = setting.prepare(setting.make("cuda_graph", ModelForward(other, setting.buffers.layers)), 8, 1)
+    for bucket in (8, 1):
+        with pytest.raises(EngineError, match=message):
+            setting.check(runner, bucket)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("mode", ["cuda_graph", "compiled_cuda_graph", "reduce_overhead"])
-def test_the_self_check_finds_a_graph_of_other_logits(mode, dtype):
+@pytest.mark.parametrize("mode", FEW_MODES)
+def test_the_self_check_finds_a_graph_of_other_logits(make_setting, mode, dtype):
     """The forward run eagerly is right, and so are the graph's tokens and what it writes to the cache."""
     model, other = (build_decode_model("qwen3", DEVICE).to(dtype) for _ in range(2))
     with torch.no_grad():
         other.lm_head.weight.mul_(0.8)
-    setting = Setting(model, dtype=dtype)
-    runner = setting.make(mode, ModelForward(other, setting.buffers.layers))
-    runner.prepare(8)
+    setting = make_setting(model)
+    runner = setting.prepare(setting.make(mode, ModelForward(other, setting.buffers.layers)), 8)
     with pytest.raises(EngineError, match="batch of 8 rows: the step's best logits differ by up to"):
         setting.check(runner, 8)
-    setting.close()
-
-
-def test_the_self_check_finds_a_graph_without_the_last_layers_attention(setting):
-    """Which is no part of what is written to the cache."""
-    other = build_decode_model("qwen3", DEVICE)
-    with torch.no_grad():
-        other.model.layers[-1].self_attn.o_proj.weight.zero_()
-    runner = setting.make("cuda_graph", ModelForward(other, setting.buffers.layers))
-    for bucket in (8, 1):
-        runner.prepare(bucket)
-        with pytest.raises(EngineError, match=r"a token is less likely|the step's best logits differ"):
-            setting.check(runner, bucket)
-
-
-def test_several_steps_in_a_graph(setting):
-    runner = setting.make("cuda_graph", steps_per_graph=(1, 3))
-    setting.require_equal_bursts(runner, (4,), num_steps=8)
-    assert (runner.stats.graphs, runner.stats.replays) == (2, 4)  # 3 + 3 + 1 + 1
-    with pytest.raises(ValueError, match="must have 1 and end at max_burst=8"):
-        setting.make("cuda_graph", steps_per_graph=(1, 9))
-
-
-def test_graphs_run_on_the_stream_that_was_given(setting):
-    stream = torch.cuda.Stream()
-    runner = setting.make("cuda_graph", stream=stream)
-    runner.prepare(4)
-    expected = setting.burst(setting.eager, 4)
-    set_rows(setting.buffers, POSITIONS[:4])
-    stream.wait_stream(torch.cuda.current_stream())
-    runner.run(4, 5)
-    stream.synchronize()
-    assert torch.equal(setting.buffers.outputs, expected[3])
 
 
 def test_another_threads_calls_do_not_break_a_capture(setting):
@@ -301,7 +263,8 @@ def test_another_threads_calls_do_not_break_a_capture(setting):
     thread = threading.Thread(target=ask)
     thread.start()
     try:
-        setting.require_equal_bursts(setting.make("cuda_graph"))
+        runner = setting.prepare(setting.make("cuda_graph"), 8, 4, 2, 1)
+        setting.require_equal_bursts(runner, 8, 4, 2, 1)
     finally:
         is_done.set()
         thread.join()
@@ -329,10 +292,10 @@ def test_a_skipped_graph_is_an_error(setting):
 
 def test_many_tree_sizes_raise_no_warning_and_leave_no_setting(setting, caplog):
     before = torch._inductor.config.get_config_copy()
-    runner = setting.make("reduce_overhead")
+    buckets = range(11, 0, -1)
     with caplog.at_level(logging.WARNING):
-        for bucket in range(11, 0, -1):
-            setting.require_equal_bursts(runner, (bucket,))
+        runner = setting.prepare(setting.make("reduce_overhead"), *buckets)
+        setting.require_equal_bursts(runner, *buckets)
     assert runner.stats.graphs == 11
     assert not [record for record in caplog.records if "dynamic shapes" in record.getMessage()]
     assert torch._inductor.config.get_config_copy() == before
@@ -354,12 +317,9 @@ def test_closing_gives_memory_and_marks_back(setting, mode):
     """Trees keep their pool for the next graphs of the device: of theirs, tensors alone can be counted."""
     in_graphs, allocated = settled_memory()
     forward = ModelForward(setting.model, setting.buffers.layers)
-    runner, is_gone = setting.make(mode, forward), weakref.ref(forward)
-    for bucket in (8, 4):
-        runner.prepare(bucket)
+    runner, is_gone = setting.prepare(setting.make(mode, forward), 8, 4), weakref.ref(forward)
     assert mode not in CAPTURE_MODES or settled_memory()[0] > in_graphs
-    runner.close()
-    setting.runners.remove(runner)
+    setting.close(runner)
     del forward, runner
     in_graphs_after, allocated_after = settled_memory()
     assert mode not in CAPTURE_MODES or in_graphs_after <= in_graphs
@@ -371,10 +331,9 @@ def test_closing_gives_memory_and_marks_back(setting, mode):
 
 def test_a_second_runner_works_after_the_first_is_closed(setting):
     for mode in ("cuda_graph", "reduce_overhead", "cuda_graph", "reduce_overhead"):
-        runner = setting.make(mode)
-        setting.require_equal_bursts(runner, (4, 2))
-        runner.close()
-        setting.runners.remove(runner)
+        runner = setting.prepare(setting.make(mode), 4, 2)
+        setting.require_equal_bursts(runner, 4, 2)
+        setting.close(runner)
 
 
 class SynchronisingForward(ModelForward):
@@ -390,4 +349,5 @@ def test_a_forward_that_cannot_be_captured_is_named_and_harms_no_other(setting):
     with pytest.raises(EngineError, match="cuda_graph cannot capture the decode step of 4 rows"):
         failing.prepare(4)
     assert all(map(torch.equal, state_of(setting.buffers), before))
-    setting.require_equal_bursts(setting.make("cuda_graph"))
+    runner = setting.prepare(setting.make("cuda_graph"), 8, 4)
+    setting.require_equal_bursts(runner, 8, 4)

@@ -11,11 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config, Qwen3MoeConfig
 
-from cbexp.engine.bandwidth import (
+from cbexp.engine.roofline import (
     decode_step_bytes,
     kv_bytes_by_layer,
     measure_read_bandwidth,
-    weight_bytes_by_parameter,
 )
 from cbexp.engine.types import EngineError
 
@@ -79,16 +78,20 @@ def test_only_the_experts_that_a_batch_reaches_count():
         assert step.weight_bytes == pytest.approx(dense_bytes + expert_bytes * num_touched / 8, abs=1)
 
 
-def test_experts_without_a_number_are_refused_by_name():
-    config = Qwen3Config(**SHAPE)
-    params = {"model.embed_tokens.weight": torch.zeros(2, 2), "model.mlp.experts.down_proj": torch.zeros(2)}
-    with pytest.raises(EngineError, match=r"qwen3 has experts.*num_experts_per_tok"):
-        weight_bytes_by_parameter(config, params, 1)
-
-
-def test_a_model_without_an_embedding_is_refused():
-    with pytest.raises(EngineError, match="no parameter is an embedding"):
-        decode_step_bytes(Qwen3Config(**SHAPE), {"lm_head.weight": torch.zeros(2, 2)}, 1, 1)
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (
+            {"model.embed_tokens.weight": 2, "model.mlp.experts.down_proj": 1},
+            "qwen3 has experts.*num_experts_per_tok",
+        ),
+        ({"lm_head.weight": 2}, "no parameter is an embedding"),
+    ],
+)
+def test_a_model_whose_bytes_are_not_known_is_refused(params, message):
+    params = {name: torch.zeros(*[2] * num_dims) for name, num_dims in params.items()}
+    with pytest.raises(EngineError, match=message):
+        decode_step_bytes(Qwen3Config(**SHAPE), params, 1, 1)
 
 
 def test_sliding_layers_read_no_more_than_their_window():
@@ -140,7 +143,7 @@ for tile in (READ_TILES[0], ReadTile(16, 3, 4)):
 """
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
 
@@ -150,7 +153,5 @@ def test_the_probe_measures_and_gives_its_memory_back():
     device = torch.device("cuda")
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved(device)
-    first, second = (measure_read_bandwidth(device) for _ in range(2))
-    assert 1e11 < first < 2e13
-    assert second == pytest.approx(first, rel=0.05)
+    assert 1e11 < measure_read_bandwidth(device) < 2e13
     assert torch.cuda.memory_reserved(device) == before
