@@ -201,6 +201,12 @@ def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def exact_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TF32 would round the two sides of a comparison differently."""
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+
+
+@pytest.fixture
 def make_driver_anywhere(
     make_driver: Callable[..., SyncCBDriver], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., SyncCBDriver]:

@@ -10,22 +10,13 @@ import torch
 from cbexp.engine.attention import attend_plainly, read_spans
 from cbexp.engine.attention.attention import attend, choose_attention_path
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_fp32")]
 
 NUM_HEADS, NUM_KV_HEADS = 8, 2
 # (queries, keys): whole prompts, decoding rows with a long past, a chunk of a prompt, one token alone.
 LENGTHS = ((300, 300), (1, 900), (64, 1000), (1, 1), (129, 129), (7, 40))
 MIXES = {"mixed": LENGTHS, "decode only": tuple((1, n) for n in (1, 17, 500)), "one prompt": ((2000, 2000),)}
 SINKS = torch.linspace(-2.0, 6.0, NUM_HEADS)
-
-
-@pytest.fixture(autouse=True)
-def _exact_fp32():
-    """TF32 would round the two sides differently."""
-    allowed = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = allowed
 
 
 @contextmanager

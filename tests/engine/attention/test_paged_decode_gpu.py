@@ -101,8 +101,8 @@ def test_any_number_of_splits(num_splits):
 
 def test_every_tile():
     """Of which some are longer than a page."""
-    from cbexp.engine.kernels.tiles import TILES
     from cbexp.engine.kernels.paged_attention import paged_decode_attention
+    from cbexp.engine.kernels.tiles import TILES
 
     for tile in TILES:
         case = build(random_positions(16, 1_000), page_size=32, head_dim=64)

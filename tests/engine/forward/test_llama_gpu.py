@@ -4,98 +4,37 @@ from __future__ import annotations
 
 import pytest
 import torch
-import transformers
 
 from cbexp.engine import sampling
-from cbexp.engine.attention import ATTENTION_NAME
-from cbexp.engine.buffers import allocate_buffers
-from cbexp.engine.fused_forward import FusedForward
-from cbexp.engine.fused_layers import read_fused_model
-from cbexp.engine.fused_ops import MAX_SKINNY_ROWS
-from cbexp.engine.fused_weights import FusedWeights
-from cbexp.engine.model_forward import ModelForward
-from cbexp.engine.buffers import PagePool
+from cbexp.engine.forward import PlainForward
+from cbexp.engine.forward.products import MAX_SKINNY_ROWS
+from tests.engine.forward import models
+from tests.engine.forward.models import fused_forward
 from tests.engine.graph_capture import capture
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_fp32")]
 
 DEVICE = "cuda"
-
-
-@pytest.fixture(autouse=True)
-def _exact_fp32():
-    """TF32 would round the two sides differently."""
-    allowed = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = allowed
-
-
-@pytest.mark.parametrize("rows", [1, 70, 1024])
-def test_rows_advance_as_in_plain_torch(rows):
-    """Which is what runs on the CPU."""
-    generator = torch.Generator().manual_seed(rows)
-
-    def draw(high, low=0):
-        return torch.randint(low, high, (1030,), generator=generator)
-
-    start = {"token_ids": draw(10), "positions": draw(30, -3).clamp(min=-1), "remaining": draw(5)}
-    plain, own = (
-        allocate_buffers({}, max_rows=1030, max_burst=6, eos_token_ids=(2, 5), device=torch.device(device))
-        for device in ("cpu", DEVICE)
-    )
-    for buffers in (plain, own):
-        for name, value in start.items():
-            getattr(buffers, name).copy_(value)
-    for _ in range(6):
-        next_ids, logits = draw(10)[:rows], torch.randn(rows, generator=generator)
-        sampling.advance(plain, next_ids, logits)
-        sampling.advance(own, next_ids.to(DEVICE), logits.to(DEVICE))
-        for name in ("token_ids", "positions", "remaining", "outputs", "best_logits", "step"):
-            assert getattr(own, name).cpu().equal(getattr(plain, name)), name
+SHAPE = {
+    "vocab_size": 2003,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}
 
 
 def build_model(dtype):
-    torch.manual_seed(0)
-    config = transformers.Qwen3Config(
-        vocab_size=2003,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=3,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-        max_position_embeddings=256,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-        tie_word_embeddings=False,
-    )
-    model = transformers.Qwen3ForCausalLM._from_config(config)
+    model = models.build("Qwen3", **SHAPE).requires_grad_(False)
     for parameter in model.parameters():
         if parameter.dim() > 1:
-            parameter.data.normal_(std=0.15)
-    model.config._attn_implementation = ATTENTION_NAME
-    return model.to(DEVICE, dtype).eval().requires_grad_(False)
+            parameter.mul_(0.5)
+    return model.to(DEVICE, dtype)
 
 
-def build_buffers(model, num_rows, max_burst):
-    page_size, width, num_layers = 16, 8, model.config.num_hidden_layers
-    pages_per_block = 2 * num_layers
-    shape = ((num_rows * width + 1) * pages_per_block, page_size, 4, 64)
-    pages = torch.full(shape, float("nan"), dtype=model.dtype, device=DEVICE)
-    pool = PagePool(tuple(range(num_layers)), pages, pages_per_block, 0, width, 0)
-    buffers = allocate_buffers(
-        {"full_attention": pool},
-        max_rows=num_rows,
-        max_burst=max_burst,
-        eos_token_ids=(),
-        device=torch.device(DEVICE),
-    )
-    blocks = 1 + torch.randperm(num_rows * width, generator=torch.Generator().manual_seed(0))
-    table = (blocks * pages_per_block).view(num_rows, width)
-    buffers.block_tables["full_attention"].copy_(table)
-    return buffers
+def build_buffers(model, num_rows, max_burst=1):
+    return models.build_buffers(model, num_rows, max_burst, page_size=16)
 
 
 def start_rows(buffers):
@@ -108,30 +47,15 @@ def start_rows(buffers):
     buffers.outputs.fill_(-1)
 
 
-@pytest.fixture
-def fused_forward():
-    made = []
-
-    def make(model, buffers):
-        weights = FusedWeights(model)
-        made.append(weights)
-        weights.refresh()
-        return FusedForward(read_fused_model(model, weights, 128), buffers.layers)
-
-    yield make
-    for weights in made:
-        weights.close()
-
-
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("num_rows", "is_captured"), [(1, True), (4, False), (33, True), (65, False), (200, True)]
 )
-def test_steps_choose_what_the_models_own_code_does(num_rows, is_captured, fused_forward):
+def test_steps_choose_what_the_models_own_code_does(num_rows, is_captured):
     """In fp32, but for logits that differ by less than their rounding; both go on from the same tokens."""
     num_steps, model = 30, build_model(torch.float32)
     own_buffers, buffers = (build_buffers(model, num_rows, num_steps) for _ in range(2))
-    own, fused = ModelForward(model, own_buffers.layers), fused_forward(model, buffers)
+    own, fused = PlainForward(model, own_buffers.layers), fused_forward(model, buffers)
 
     def step():
         sampling.advance(buffers, *fused(buffers.token_ids, buffers.positions))
@@ -169,7 +93,7 @@ def test_steps_choose_what_the_models_own_code_does(num_rows, is_captured, fused
     ],
     ids=str,
 )
-def test_steps_replayed_back_to_back_equal_single_ones(num_rows, dtype, fused_forward):
+def test_steps_replayed_back_to_back_equal_single_ones(num_rows, dtype):
     """Bit for bit, while every kernel may start before its predecessor has ended: sums have one order."""
     num_steps, model = 100, build_model(dtype)
     single, replayed = (build_buffers(model, num_rows, num_steps) for _ in range(2))
@@ -195,12 +119,55 @@ def test_steps_replayed_back_to_back_equal_single_ones(num_rows, dtype, fused_fo
 
 @torch.no_grad()
 @pytest.mark.parametrize("num_rows", [4, 65])
-def test_logits_are_as_close_as_the_models_own(num_rows, fused_forward):
+def test_logits_are_as_close_as_the_models_own(num_rows):
     exact_model = build_model(torch.float32)
     inputs = torch.arange(num_rows, device=DEVICE), torch.zeros(num_rows, dtype=torch.int32, device=DEVICE)
-    exact = ModelForward(exact_model, build_buffers(exact_model, num_rows, 1).layers).logits(*inputs)
+    exact = PlainForward(exact_model, build_buffers(exact_model, num_rows).layers).logits(*inputs)
     model = build_model(torch.bfloat16)
-    own = ModelForward(model, build_buffers(model, num_rows, 1).layers).logits(*inputs)
-    fused = fused_forward(model, build_buffers(model, num_rows, 1)).logits(*inputs)
+    own = PlainForward(model, build_buffers(model, num_rows).layers).logits(*inputs)
+    fused = fused_forward(model, build_buffers(model, num_rows)).logits(*inputs)
     own_error, fused_error = ((logits - exact).abs().mean() for logits in (own, fused))
     assert fused_error <= 1.25 * own_error
+
+
+def time_step(graph, num_steps):
+    """Milliseconds of a step on the device, the least of some replays."""
+    times = []
+    for _ in range(6):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / num_steps)
+    return min(times[1:])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("is_spread", [True, False], ids=["spread", "in front"])
+def test_attention_reads_for_active_rows_alone(is_spread):
+    """16 of 256 rows go on: a sixteenth is read, by a sixteenth of the programs, which cannot fill the device.
+
+    One layer with the heads of Qwen3-4B, and all else so small that a step is mostly attention.
+    """
+    num_rows, context, num_steps = 256, 2000, 20
+    shape = {"vocab_size": 2048, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1}
+    shape |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+    model = models.build("Qwen3", **shape).requires_grad_(False).to(DEVICE, torch.bfloat16)
+    buffers = models.build_buffers(model, num_rows, page_size=256, max_positions=context)
+    buffers.layers[0].pages.normal_()
+    forward = fused_forward(model, buffers, context)
+    buffers.token_ids.copy_(torch.arange(num_rows))
+    graph = capture(lambda: forward(buffers.token_ids, buffers.positions), num_steps)
+
+    buffers.positions.fill_(0)
+    without_past = time_step(graph, num_steps)
+    buffers.positions.fill_(context - 1)
+    all_active = time_step(graph, num_steps) - without_past
+    buffers.positions.fill_(-1)
+    buffers.positions[:: num_rows // 16 if is_spread else 1][:16] = context - 1
+    assert int((buffers.positions >= 0).sum()) == 16
+    few_active = time_step(graph, num_steps) - without_past
+
+    assert all_active > without_past, "a step is to be mostly attention here"
+    assert few_active < all_active / 3

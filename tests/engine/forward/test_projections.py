@@ -1,4 +1,4 @@
-"""Fused projections: the model's own results with fewer products, adapters and hooks included, and what is left alone."""
+"""Fused projections: the results of the model's own code with fewer products, hooks and adapters; what is skipped."""
 
 from __future__ import annotations
 
