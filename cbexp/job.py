@@ -14,8 +14,8 @@ from cbexp import metrics
 from cbexp.artifacts import RunDirectory
 from cbexp.dataset.prompts import PromptSet, load_prompts
 from cbexp.display import ProgressDisplay
+from cbexp.engine import RolloutDriver
 from cbexp.engine.interrupts import deferring_interrupts
-from cbexp.engine.types import RolloutDriver
 from cbexp.environment import reset_peak_memory
 from cbexp.errors import RequestsFailedError
 from cbexp.factory import build_driver, resolve_stop_ids

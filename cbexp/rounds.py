@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from cbexp.dataset.prompts import PromptSet
 from cbexp.drivers.registry import OwnProcess
-from cbexp.engine.types import Completion, RolloutDriver
+from cbexp.engine import Completion, RolloutDriver
 from cbexp.environment import GIB, measure_memory, synchronize
 from cbexp.metrics import MemoryUse
 

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from cbexp.drivers.base import ModelDriver
 from cbexp.drivers.inputs import DriverInputs
 from cbexp.drivers.registry import DRIVERS
 from cbexp.engine.borrow import borrowed_for_inference
+from cbexp.engine.model_driver import ModelDriver
 from cbexp.engine.requests import PromptGroup, RequestBook
-from cbexp.engine.types import StepInfo
+from cbexp.engine.types import CBSyncConfig, StepInfo
 
 
 def build(inputs: DriverInputs) -> GenerateDriver:
@@ -44,6 +44,10 @@ class GenerateDriver(ModelDriver):
     """
 
     kind = DRIVERS["generate"]
+
+    def __init__(self, model: Any, config: CBSyncConfig) -> None:
+        self.kind.check_compile_mode(config.compile_mode)
+        super().__init__(model, config)
 
     @property
     def resolved(self) -> dict[str, Any]:

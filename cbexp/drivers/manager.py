@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import GenerationConfig
 
-from cbexp.drivers.base import ModelDriver
 from cbexp.drivers.inputs import DriverInputs
 from cbexp.drivers.manager_settings import build_batching_config
 from cbexp.drivers.registry import DRIVERS
+from cbexp.engine.model_driver import ModelDriver
 from cbexp.engine.requests import PromptGroup, RequestBook, RequestLimits
 from cbexp.engine.types import CBSyncConfig
 from cbexp.planning.cache_sizing import full_lengths
@@ -41,6 +41,7 @@ class ManagerDriver(ModelDriver):
     kind = DRIVERS["manager"]
 
     def __init__(self, model: Any, config: CBSyncConfig, max_request_tokens: int | None = None) -> None:
+        self.kind.check_compile_mode(config.compile_mode)
         super().__init__(model, config)
         # Only now: another version of transformers may lack the names that the session imports.
         from cbexp.drivers.manager_session import require_manageable

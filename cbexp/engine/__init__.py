@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from cbexp.engine.rollout_driver import RolloutDriver
 from cbexp.engine.support import SUPPORTED_TRANSFORMERS, check_transformers_version
 from cbexp.engine.types import (
     CacheMemoryError,
@@ -13,7 +14,6 @@ from cbexp.engine.types import (
     FinishReason,
     OnStep,
     RequestTimings,
-    RolloutDriver,
     StepInfo,
     StepKind,
     UnsupportedModelError,

@@ -15,9 +15,9 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from cbexp.engine.borrow import borrowed_for_inference, exclusive_use
 from cbexp.engine.interrupts import deferring_interrupts
-from cbexp.engine.queued_driver import QueuedDriver
+from cbexp.engine.model_driver import ModelDriver
 from cbexp.engine.requests import PromptGroup, RequestBook, RequestLimits
-from cbexp.engine.settings import check_config, check_count, check_device, resolve_decoding
+from cbexp.engine.settings import check_config, check_count, check_device
 from cbexp.engine.sizing import (
     add_spare_blocks,
     choose_safety_margin,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from cbexp.engine.upstream import Batcher
 
 
-class SyncCBDriver(QueuedDriver):
+class SyncCBDriver(ModelDriver):
     """Generates greedily with the caller's own model object; implements `RolloutDriver`. Not thread-safe.
 
     Drivers may share a model, one drive at a time: a second one is refused in another thread, with its requests still
@@ -50,8 +50,6 @@ class SyncCBDriver(QueuedDriver):
     for a setting that is not available yet, `ValueError` for an impossible one, `TypeError` for one of another type.
     """
 
-    lost_error = "transformers' scheduler lost the request"
-
     def __init__(
         self,
         model: Any,
@@ -66,17 +64,16 @@ class SyncCBDriver(QueuedDriver):
                 f"generation_config={generation_config!r} is a {type(generation_config).__name__}: pass a "
                 "GenerationConfig, or None for the model's own."
             )
+        config = CBSyncConfig() if config is None else config
+        check_config(config)
+        if generation_config is None:
+            generation_config = require_supported_model(model).generation_config
+        super().__init__(model, config, generation_config)
         # Only now: another version may lack the names that this import needs.
         from cbexp.engine import upstream
 
-        self._config = CBSyncConfig() if config is None else config
-        check_config(self._config)
-        self._model = require_supported_model(model)
-        defaults = self._model.generation_config if generation_config is None else generation_config
-        self._decoding = resolve_decoding(self._config, defaults, self._model.config.vocab_size)
         upstream.check_attention(self._model.config, self._config)
         check_device(self._config, self._model.device.type)
-        super().__init__(self._decoding.max_new_tokens, self._decoding.eos_token_ids)
         self._num_steps = 0
         self._rounding_blocks = upstream.count_rounding_blocks(self._model.config)
         self._attention = upstream.attention_name(self._config)
@@ -93,16 +90,8 @@ class SyncCBDriver(QueuedDriver):
     @property
     def resolved(self) -> dict[str, Any]:
         """Settings as they run, as plain JSON values; those of the cache are there once it is built."""
-        settings = {
-            "transformers": transformers.__version__,
-            "model_class": type(self._model).__name__,
+        settings = super().resolved | {
             "attn_implementation": self._config.attn_implementation,
-            "dtype": str(self._model.dtype).removeprefix("torch."),
-            "device": str(self._model.device),
-            "do_sample": False,
-            "max_new_tokens": self._decoding.max_new_tokens,
-            "eos_token_ids": list(self._decoding.eos_token_ids),
-            "pad_token_id": self._decoding.pad_token_id,
             "has_growing_cache": self._config.num_blocks is None,
         }
         if self._engine is None:
@@ -181,14 +170,10 @@ class SyncCBDriver(QueuedDriver):
             self._config.on_step(index, info)
 
     def _request_limits(self) -> RequestLimits:
-        has_fixed_size = self._engine is not None and self._config.num_blocks is not None
-        return RequestLimits(
-            vocab_size=self._model.config.vocab_size,
-            max_positions=getattr(self._model.config, "max_position_embeddings", None),
-            max_stored_tokens=self._engine.batcher.max_request_tokens
-            if self._engine and has_fixed_size
-            else None,
-        )
+        limits = super()._request_limits()
+        if self._engine is None or self._config.num_blocks is None:
+            return limits
+        return replace(limits, max_stored_tokens=self._engine.batcher.max_request_tokens)
 
     def _borrowed(self) -> AbstractContextManager[None]:
         return borrowed_for_inference(self._model, self._attention)

@@ -1,10 +1,10 @@
-"""What the engine takes and gives: configuration, completions, step records, and the surface that drivers share."""
+"""What the engine takes and gives: configuration, completions, step records, errors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, overload
+from typing import Literal, overload
 
 FinishReason = Literal["eos", "length", "failed"]
 StepKind = Literal["prefill", "mixed", "decode"]
@@ -168,41 +168,3 @@ class CBSyncConfig:
     def has_engine_attention(self) -> bool:
         """Whether the engine's own attention runs, and with it bursts."""
         return self.attn_implementation == ENGINE_ATTENTION
-
-
-class RolloutDriver(Protocol):
-    """What an experiment needs of any way to generate (`SyncCBDriver` and those of `cbexp.drivers`)."""
-
-    @property
-    def resolved(self) -> dict[str, Any]:
-        """Batching, attention and compile settings as they really run, as plain JSON values."""
-
-    @property
-    def steps(self) -> list[StepInfo]:
-        """Step records of the last (or running) drive; empty for drivers that cannot see their steps."""
-
-    @property
-    def compile_stats(self) -> dict[str, Any]:
-        """Counts and seconds of compiling and capturing so far; empty for drivers that cannot tell."""
-
-    @property
-    def partial_completions(self) -> dict[str, Completion]:
-        """After an error or an interrupt in a drive: what it had produced, unfinished requests marked failed."""
-
-    def warmup(self) -> None:
-        """Compile and capture what can be done before the first request."""
-
-    def add_requests(
-        self,
-        prompt_ids_list: Sequence[Sequence[int]],
-        *,
-        max_new_tokens: int | Sequence[int] | None = None,
-        num_generations: int = 1,
-    ) -> list[str]:
-        """Queue prompts; returns num_generations request ids for each, the generations of a prompt side by side."""
-
-    def drive_until_empty(self) -> dict[str, Completion]:
-        """Run until every queued request has ended; request id -> completion in submission order, every id present."""
-
-    def close(self) -> None:
-        """Release cache and graphs and give the model back as it was. Safe to call twice."""

@@ -15,8 +15,8 @@ from cbexp.drivers.vllm.failures import describe_failure, describe_strange_answe
 from cbexp.drivers.vllm.process import WorkerEndedError, WorkerMessageError, WorkerProcess
 from cbexp.drivers.vllm.settings import build_vllm_config
 from cbexp.drivers.vllm.start import VllmConfig, start_engine
-from cbexp.engine.queued_driver import QueuedDriver
 from cbexp.engine.requests import PromptGroup, RequestBook, RequestLimits
+from cbexp.engine.rollout_driver import RolloutDriver
 from cbexp.engine.settings import resolve_decoding
 from cbexp.engine.types import Completion, EngineError
 
@@ -42,7 +42,7 @@ def build(inputs: DriverInputs) -> VllmDriver:
     return VllmDriver(build_vllm_config(inputs), inputs.on_progress)
 
 
-class VllmDriver(QueuedDriver):
+class VllmDriver(RolloutDriver):
     """vLLM's `LLM.generate`, greedy, all requests of a drive at once; implements `RolloutDriver`.
 
     `warmup` (or the first drive) starts the worker, which takes minutes; one engine stays warm over all drives. With
@@ -102,7 +102,7 @@ class VllmDriver(QueuedDriver):
         self._started_worker()
 
     def drive_until_empty(self) -> dict[str, Completion]:
-        """See `QueuedDriver`; requests count as submitted when the worker's clock started."""
+        """See `RolloutDriver`; requests count as submitted when the worker's clock started."""
         completions = super().drive_until_empty()
         start_s = self._round_span_s[0]
         return {

@@ -1,0 +1,417 @@
+"""README.md and docs/: commands and snippets run, links and names are real, figures are those of the records.
+
+A fenced block is run, unless its info string says what it needs that a test does not have, as in ```bash gpu. Commands
+of such a block are composed and checked, and no more. A block of yaml is the file that its comment names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple, get_type_hints
+
+import pytest
+
+from cbexp.cli.command_line import conf_dir, main
+from cbexp.cli.composer import parse_arguments, register_job_folder, register_no_experiment
+from cbexp.cli.preflight import check_command
+from cbexp.config import ExperimentConfig, register_schema
+from cbexp.engine import CBSyncConfig
+from cbexp.engine.settings import check_config
+from cbexp.report.command_line import main as report_main
+
+ROOT = Path(__file__).resolve().parents[1]
+TESTS = ROOT / "tests"
+# Of code that the documents describe and that is not here yet.
+AFTER_THE_REDESIGN = pytest.mark.skipif(
+    not (ROOT / "cbexp/drivers/registry.py").exists(), reason="the documents describe the redesigned engine"
+)
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+NEEDS = {"gpu", "vllm", "slurm", "account", "network"}
+CBEXP = (["python", "-m", "cbexp"], ["./scripts/run"])
+REPORT = ["python", "-m", "cbexp.report"]
+# These only show something.
+SHOWING = {"--help", "--cfg", "--version"}
+# What stands for a place of the reader's.
+PLACES = {"/path/to/vllm/bin/python": sys.executable, "/path/to/vllm": str(TESTS / "fake_vllm")}
+# The scripts are tested by tests/test_scripts.py and need a checkout of their own.
+STAND_INS = {
+    "scripts/run": 'exec python -P -m cbexp "$@"',
+    "scripts/test": f'cd {shlex.quote(str(ROOT))} && exec python -m pytest --collect-only --quiet "$@" > /dev/null',
+    ".venv/bin/activate": "",
+}
+
+
+class Block(NamedTuple):
+    """A fenced block; `line` is that of its first fence."""
+
+    document: Path
+    line: int
+    language: str
+    needs: frozenset[str]
+    text: str
+
+    @property
+    def place(self) -> str:
+        return f"{self.document.name}:{self.line}"
+
+
+def read_blocks(document: Path) -> list[Block]:
+    fences = re.finditer(r"^```(.*)\n((?s:.*?))^```$", document.read_text(), re.MULTILINE)
+    blocks = []
+    for fence in fences:
+        language, *needs = fence[1].split() or [""]
+        line = document.read_text()[: fence.start()].count("\n") + 1
+        blocks.append(Block(document, line, language, frozenset(needs), fence[2]))
+    return blocks
+
+
+def read_prose(document: Path) -> str:
+    """The document without its fenced blocks."""
+    return re.sub(r"(?ms)^```.*?^```$", "", document.read_text())
+
+
+def read_commands(block: Block) -> list[list[str]]:
+    """The words of each command, the places of the reader filled in."""
+    lines = block.text.replace("\\\n", " ").splitlines()
+    commands = [[fill_places(word) for word in shlex.split(line, comments=True)] for line in lines]
+    return [words for words in commands if words]
+
+
+def fill_places(word: str) -> str:
+    for place, path in PLACES.items():
+        word = word.replace(place, path)
+    return word
+
+
+def overrides_of(words: list[str]) -> list[str] | None:
+    """What follows `python -m cbexp`; None: another command."""
+    return next((words[len(start) :] for start in CBEXP if words[: len(start)] == start), None)
+
+
+BLOCKS = [block for document in DOCUMENTS for block in read_blocks(document)]
+
+
+def by_document(paths: list[Path]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("document", paths, ids=lambda path: path.name)
+
+
+def documents_with(*languages: str) -> list[Path]:
+    return [path for path in DOCUMENTS if any(b.language in languages for b in BLOCKS if b.document == path)]
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch) -> Path:
+    """A folder like a checkout whose outputs are nobody else's; the tests of a document run in it."""
+    for name in ("cbexp", "conf", "tests"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    shutil.copytree(ROOT / "outputs/reference", tmp_path / "outputs/reference")
+    for name, text in STAND_INS.items():
+        script = tmp_path / name
+        script.parent.mkdir(parents=True, exist_ok=True)
+        script.write_text(f"{text}\n")
+        script.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write_files(document: Path) -> None:
+    """Write each block of yaml to the path in its first comment, below the current folder."""
+    for block in BLOCKS:
+        if (block.document, block.language) == (document, "yaml"):
+            named = re.search(r"^# (\S+\.yaml)$", block.text, re.MULTILINE)
+            assert named, f"{block.place}: a block of yaml begins with a comment that names its file"
+            path = Path(named[1])
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(block.text)
+
+
+# What the documents are made of
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.place)
+def test_a_block_says_what_it_is_and_what_it_needs(block):
+    assert block.language in {"bash", "python", "yaml", "text"}
+    assert block.needs <= NEEDS
+    if block.language == "text":
+        assert not re.search(r"^\s*(python|pip|\./scripts|wandb|cbexp) ", block.text, re.MULTILINE)
+
+
+@by_document(DOCUMENTS)
+def test_every_block_is_fenced(document):
+    """What is only indented would be run by nobody."""
+    prose = read_prose(document)
+    assert "```" not in prose
+    indented = [
+        before for before, line in re.findall(r"^(.*)\n( {4,}\S.*)$", prose, re.MULTILINE) if not before
+    ]
+    assert indented == []
+
+
+@by_document(DOCUMENTS)
+def test_links_resolve(document):
+    for target in re.findall(r"\]\(([^)\s]+)\)", read_prose(document)):
+        if re.match(r"https?:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        path = document.parent / name if name else document
+        assert path.exists(), target
+        assert not anchor or anchor in list_anchors(path), target
+
+
+def list_anchors(document: Path) -> set[str]:
+    """The anchors of headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", read_prose(document), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@AFTER_THE_REDESIGN
+@by_document(DOCUMENTS)
+def test_files_that_are_named_exist(document):
+    if document.name == "changes.md":
+        pytest.skip("names what is gone")
+    known = r"(?:cbexp|conf|docs|outputs/reference|scripts|tests|\.ci)/[\w./-]*"
+    for path in re.findall(rf"`({known})`", read_prose(document)):
+        assert (ROOT / path).exists(), path
+
+
+def test_every_document_is_linked_from_the_readme():
+    linked = set(re.findall(r"\]\((docs/\w+\.md)\)", (ROOT / "README.md").read_text()))
+    assert linked == {f"docs/{path.name}" for path in DOCUMENTS[1:]}
+
+
+# Names of settings
+
+
+SCHEMA = get_type_hints(ExperimentConfig)
+GROUPS = {path.name for path in (ROOT / "conf").iterdir() if path.is_dir()} - {"hydra"}
+
+
+# The others speak of Python's objects (`driver.steps`) and of what is gone.
+@by_document([path for path in DOCUMENTS if path.name not in ("training.md", "changes.md")])
+def test_settings_and_choices_that_are_named_exist(document):
+    for span in re.findall(r"`([^`\n]+)`", read_prose(document)):
+        for word in span.split():
+            key, _, value = word.partition("=")
+            group, _, setting = key.partition(".")
+            if group in SCHEMA and re.fullmatch(r"[a-z_]+", setting):
+                assert setting in get_type_hints(SCHEMA[group]), word
+            elif key in GROUPS and re.fullmatch(r"[\w,]+", value):
+                choices = {path.stem for path in (ROOT / "conf" / key).iterdir()}
+                assert set(value.split(",")) <= choices, word
+
+
+@AFTER_THE_REDESIGN
+def test_training_lists_every_setting_of_the_driver():
+    rows = re.findall(r"^\| `(\w+)` \| `(.*?)` \|", (ROOT / "docs/training.md").read_text(), re.MULTILINE)
+    documented = {name: default for name, default in rows if not name.endswith("Error")}
+    assert documented == {
+        field.name: repr(field.default).replace("'", '"') for field in dataclasses.fields(CBSyncConfig)
+    }
+
+
+@AFTER_THE_REDESIGN
+@pytest.mark.parametrize("setting", ["compile.region=model", "compile.region=layer"])
+def test_a_setting_that_is_gone_says_what_replaces_it(setting, capsys):
+    assert f"`{setting}`" in (ROOT / "docs/changes.md").read_text()
+    with pytest.raises(SystemExit) as end:
+        main([setting, "dry_run=true"])
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert "compile.region" in said
+    assert "whole model" in said
+
+
+@AFTER_THE_REDESIGN
+@pytest.mark.parametrize(
+    ("gone", "instead"),
+    [
+        ({"compile_mode": None}, "'eager'"),
+        ({"compile_mode": "reduce-overhead"}, "'reduce_overhead'"),
+        ({"compile_mode": "max-autotune"}, "'max_autotune'"),
+        ({"compile_mode": "max-autotune-no-cudagraphs"}, "'max_autotune_no_cudagraphs'"),
+        ({"cuda_graph": True}, "cuda_graph"),
+        ({"compile_region": "model"}, "compile_region"),
+    ],
+    ids=str,
+)
+def test_a_setting_of_the_driver_that_is_gone_is_refused_by_name(gone, instead):
+    ((name, value),) = gone.items()
+    assert re.search(rf"`{name}(={value!r})?`".replace("'", '"'), (ROOT / "docs/changes.md").read_text())
+    with pytest.raises((TypeError, ValueError), match=instead):
+        check_config(CBSyncConfig(**gone))
+
+
+# Figures
+
+
+def list_measured_throughputs() -> set[tuple[str, ...]]:
+    summaries = [
+        json.loads(path.read_text()) for path in (ROOT / "outputs/reference").glob("*/*/summary.json")
+    ]
+    return {
+        tuple(f"{summary['output_tokens_per_s'][part]:,.0f}" for part in ("median", "min", "max"))
+        for summary in summaries
+    }
+
+
+@by_document(DOCUMENTS)
+def test_throughputs_are_those_of_the_records(document):
+    found = re.findall(r"([\d,]{3,})(?:\*\*)? \(([\d,]+) to ([\d,]+)\)", document.read_text())
+    assert set(found) <= list_measured_throughputs()
+    if document.name in ("README.md", "benchmarks.md"):
+        assert found
+
+
+def test_step_times_are_those_of_the_records():
+    names = {"qwen3_0_6b": "Qwen3-0.6B", "qwen3_4b": "Qwen3-4B", "qwen3_8b": "Qwen3-8B"}
+    rows = json.loads((ROOT / "outputs/reference/steps_h200/steps.json").read_text())["rows"]
+    measured, previous = [], None
+    for row in rows:
+        name = names[row["model"]] if row["model"] != previous else ""
+        previous = row["model"]
+        floor_ms, share = row["floor_ms"], row["roofline_fraction"]
+        figures = f"{row['step_ms']:.2f} ms | {floor_ms:.2f} ms | {share:.0%}".replace("%", " %")
+        measured.append(f"|{f' {name}' if name else ''} | {row['batch']} | {row['context']:,} | {figures} |")
+    assert "\n".join(measured) in (ROOT / "docs/benchmarks.md").read_text()
+
+
+# Commands and snippets
+
+
+@by_document(documents_with("bash"))
+def test_commands_are_right(document, checkout, monkeypatch, capsys):
+    """Every command of the document in this process: single runs as dry runs, sweeps and marked ones composed."""
+    write_files(document)
+    monkeypatch.setenv("PATH", f"{TESTS / 'sweep/fake_slurm'}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    for block in BLOCKS:
+        if (block.document, block.language) == (document, "bash"):
+            for words in read_commands(block):
+                with explained(f"{block.place}: {shlex.join(words)}", capsys):
+                    check_words(words, block.needs)
+
+
+def check_words(words: list[str], needs: frozenset[str]) -> None:
+    overrides = overrides_of(words)
+    if overrides is not None:
+        try_cbexp(overrides, needs)
+    elif words[:3] == REPORT:
+        try_report(words[3:])
+    elif words[0] == "python" and words[1].startswith("scripts/"):
+        check_flags(ROOT / words[1], words[2:])
+    elif words[0] == "echo" and not needs:
+        subprocess.run(["bash", "-c", f"echo {shlex.quote(words[1])} > {words[3]}"], check=True, timeout=60)
+    else:  # a real run makes sure of the rest
+        assert needs or words[0] in ("source", "./scripts/test"), (
+            "nothing checks this command: mark the block"
+        )
+
+
+def try_cbexp(overrides: list[str], needs: frozenset[str]) -> None:
+    if SHOWING & set(overrides):
+        assert find_exit_code(lambda: main(overrides)) == 0
+    elif needs or "-m" in overrides:
+        register_schema()
+        register_job_folder()
+        register_no_experiment()
+        check_command(parse_arguments(overrides), conf_dir())
+    else:
+        kept = [word for word in overrides if word != "dry_run=true"]
+        assert find_exit_code(lambda: main([*kept, "dry_run=true"])) == 0
+
+
+def try_report(arguments: list[str]) -> None:
+    """The report of the folders that are named; records stand for what earlier commands would have left."""
+    for path in [Path(word) for word in arguments if word.startswith("outputs/")]:
+        if next(path.rglob("status.json"), None) is None:
+            shutil.copytree(ROOT / "outputs/reference/drivers_h200", path, dirs_exist_ok=True)
+    assert report_main(arguments) == 0
+
+
+def check_flags(script: Path, arguments: list[str]) -> None:
+    """The script knows the flags: running it is left to the tests that run commands."""
+    assert script.exists()
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setattr(sys, "argv", [str(script), "--help"])
+        assert find_exit_code(lambda: runpy.run_path(str(script), run_name="__main__")) == 0
+    for flag in (word for word in arguments if word.startswith("--")):
+        assert re.search(rf"{flag}\b", printed.getvalue()), flag
+
+
+def find_exit_code(call: Callable[[], object]) -> object:
+    try:
+        call()
+    except SystemExit as end:
+        return end.code or 0
+    return 0
+
+
+@contextlib.contextmanager
+def explained(what: str, capsys) -> Iterator[None]:
+    """Say which command failed, and what it printed."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:  # noqa: BLE001
+        printed = capsys.readouterr()
+        pytest.fail(f"{what}\n{type(error).__name__}: {error}\n{printed.out}{printed.err}")
+    capsys.readouterr()
+
+
+def run_snippets(document: Path, needs: frozenset[str]) -> None:
+    """Run the snippets that need no more than `needs`, one after the other, as a reader would."""
+    names: dict[str, object] = {"__name__": "__main__"}
+    for block in BLOCKS:
+        if (block.document, block.language) == (document, "python") and block.needs <= needs:
+            code = "\n" * block.line + block.text
+            exec(compile(code, str(document), "exec"), names)
+
+
+@by_document(documents_with("python"))
+def test_snippets_run(document, checkout):
+    run_snippets(document, frozenset())
+
+
+@pytest.mark.gpu
+@by_document(documents_with("python"))
+def test_snippets_run_on_a_gpu(document, checkout):
+    run_snippets(document, frozenset({"gpu"}))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@by_document(documents_with("bash"))
+def test_commands_run(document, checkout):
+    """Every unmarked block in a shell, in order, in one folder."""
+    write_files(document)
+    bin_dir = Path(sys.executable).parent
+    environment = os.environ | {"PATH": f"{bin_dir}{os.pathsep}{os.environ['PATH']}", "HOME": str(checkout)}
+    for block in BLOCKS:
+        if (block.document, block.language) == (document, "bash") and not block.needs:
+            done = subprocess.run(
+                ["bash", "-euo", "pipefail", "-c", block.text],
+                cwd=checkout,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=1500,
+            )
+            assert done.returncode == 0, f"{block.place}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
