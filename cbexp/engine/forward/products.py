@@ -89,14 +89,15 @@ def _with_a_pair(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor])
 
 def _on_two_streams(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
     """The first on the current stream, the others beside it on another."""
-    current, other = torch.cuda.current_stream(x.device), _other_stream(x.device)
+    if biases:
+        return joint_linear(x, weights, biases)
     outs = [x.new_empty((x.shape[0], weight.shape[0])) for weight in weights]
-    added = list(biases) or [x.new_zeros(())] * len(weights)
+    current, other = torch.cuda.current_stream(x.device), _other_stream(x.device)
     other.wait_stream(current)
     with torch.cuda.stream(other):
-        for weight, bias, out in list(zip(weights, added, outs, strict=True))[1:]:
-            torch.addmm(bias, x, weight.T, beta=len(biases) > 0, out=out)
-    torch.addmm(added[0], x, weights[0].T, beta=len(biases) > 0, out=outs[0])
+        for weight, out in zip(weights[1:], outs[1:], strict=True):
+            torch.mm(x, weight.T, out=out)
+    torch.mm(x, weights[0].T, out=outs[0])
     current.wait_stream(other)
     return outs
 
