@@ -248,7 +248,7 @@ WRONG_PARTS = {
 @pytest.mark.parametrize("has_right_tokens", [True, False])
 def test_a_step_with_a_right_cache_and_wrong_logits_is_found(wide_setting, part, has_right_tokens):
     """What is wrong from the last layer on leaves nothing in the cache."""
-    (name, change), model = WRONG_PARTS[part], wide_setting.model
+    (name, change), model, forward = WRONG_PARTS[part], wide_setting.model, wide_setting.forward
     module = model.lm_head if name == "lm_head" else model.model.layers[-1].self_attn
 
     def step(rows):
