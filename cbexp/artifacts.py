@@ -1,4 +1,4 @@
-"""The run directory: records appended round by round, a status that tells how the job ended, a summary written last."""
+"""The run directory: records appended round by round, the job's status, and a summary written last."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WITH_TRACEBACK = ("failed", "out_of_memory")
 
 
 class RunDirectory:
-    """The files of one job. Every write is on disk when the call returns; a failed one raises `ResultsError`."""
+    """The files of one job. A write is on disk when the call returns. A failed one raises `ResultsError`."""
 
     def __init__(self, path: Path, max_completions: int | None) -> None:
         self.path = path
@@ -42,10 +42,10 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: Path, config: ArtifactsConfig) -> RunDirectory:
-        """Make `path` a run directory of status `running`; a folder that exists must hold no records.
+        """Make `path` a run directory with status `running`. An existing folder must hold no records.
 
         Raises:
-            ResultsError: the folder holds the records of another run, finished or going on, or cannot be written.
+            ResultsError: the folder holds records of another run, or cannot be written.
         """
         directory = cls(path, _max_completions(config.completions))
         try:
@@ -76,9 +76,9 @@ class RunDirectory:
         steps: Sequence[Mapping[str, Any]],
         completions: Sequence[Mapping[str, Any]],
     ) -> None:
-        """Append a round's records; `completions` are rows, of which as many are kept as `artifacts.completions` says.
+        """Append a round's records. Of `completions` as many rows are kept as `artifacts.completions` says.
 
-        The round's own line comes last: where it is, the others are complete.
+        The round's own line comes last: if it is there, the others are complete.
         """
         self._append(STEPS, steps)
         self.append_interrupted_round(requests, completions)
@@ -88,12 +88,12 @@ class RunDirectory:
     def append_interrupted_round(
         self, requests: Sequence[RequestRecord], completions: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Append what a broken-off round had produced; it gets no line of its own in rounds.jsonl."""
+        """Append the records of an interrupted round. It gets no line in rounds.jsonl."""
         self._append(COMPLETIONS, completions[: self._max_completions])
         self._append(REQUESTS, [request.to_dict() for request in requests])
 
     def write_summary(self, summary: Mapping[str, Any], stats_path: Path | None) -> None:
-        """End the job as completed: the copy at `stats_path`, the status, and summary.json as the last file of all."""
+        """End the job as completed: write the copy at `stats_path`, the status, and summary.json last."""
         if stats_path is not None:
             check_writable(stats_path)
             self._replace(stats_path, _to_json(summary))
@@ -101,12 +101,10 @@ class RunDirectory:
         self._write_json(SUMMARY, summary)
 
     def mark(self, status: Status, error: BaseException | None = None) -> None:
-        """Set the status; of an error its class, message and, when it is a failure, a file with the traceback.
-
-        On a full disk the old status is overwritten where it lies, which takes no new space.
+        """Set the status, with an error's class and message, and for a failure a file with its traceback.
 
         Raises:
-            ResultsError: not even that is possible.
+            ResultsError: status.json can neither be replaced nor overwritten.
         """
         self._status |= {"status": status, "ended_at": now()}
         if error is not None:
@@ -143,7 +141,7 @@ class RunDirectory:
             raise self._loss(self.path / name, error) from error
 
     def _write_traceback(self, error: BaseException) -> str | None:
-        """The file's name, or None when the disk has no room for it: the status counts for more."""
+        """Write the traceback and return its file's name; None if it cannot be written: the status comes first."""
         try:
             replace_text(self.path / TRACEBACK, "".join(traceback.format_exception(error)))
         except OSError:

@@ -1,4 +1,4 @@
-"""What a run stands on: seeds, versions, source commit, hardware, memory measured and released."""
+"""The environment of a run: seeds, versions, source commit, hardware and memory."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def seed_everything(seed: int) -> None:
 
 
 def quiet_libraries() -> None:
-    """Keep other libraries' progress bars out of logs, and the hub client's retries off the screen.
+    """Silence other libraries' progress bars in logs, and the hub client's messages about retries.
 
-    What a retry was about is in the error that follows when none of them succeeds.
+    If no retry succeeds, the error that follows says what was wrong.
     """
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     if not sys.stderr.isatty():
@@ -60,12 +60,12 @@ def quiet_libraries() -> None:
 
 
 def limit_threads(num_threads: int | None) -> None:
-    """Set the threads of one CPU operation for the process, until the next job does; None is PyTorch's default."""
+    """Set the number of threads of a CPU operation in this process; None is PyTorch's default."""
     torch.set_num_threads(DEFAULT_NUM_THREADS if num_threads is None else num_threads)
 
 
 def collect_environment() -> dict[str, Any]:
-    """The content of environment.json: plain JSON values; None where something is not there or not known."""
+    """The content of environment.json: plain JSON values, None for what is missing or unknown."""
     return {
         "platform": platform.platform(),
         "python": platform.python_version(),
@@ -78,7 +78,7 @@ def collect_environment() -> dict[str, Any]:
 
 
 def measure_memory(device: torch.device) -> MemoryUse:
-    """Memory in use, and its peaks: on the device since `reset_peak_memory`, on the host since the process started."""
+    """Memory in use and its peaks: on the device since `reset_peak_memory`, on the host since the start."""
     peak_host_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT_BYTES / GIB
     if device.type != "cuda":
         return MemoryUse(None, None, None, None, peak_host_gib)
@@ -92,13 +92,13 @@ def measure_memory(device: torch.device) -> MemoryUse:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Start the device's peaks anew; a CPU has none to reset."""
+    """Reset the device's peaks. A CPU has none."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def release_memory() -> int:
-    """Drop compiled code, collect garbage, free cached blocks, in that order; returns the device bytes still in use."""
+    """Drop compiled code, collect garbage and free cached blocks, in that order. Returns device bytes still in use."""
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
     gc.collect()
@@ -107,7 +107,7 @@ def release_memory() -> int:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all that was queued; a CPU always has."""
+    """Wait until the device has run all that is queued. Nothing is queued on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -138,7 +138,7 @@ def _cpu_model() -> str | None:
 
 
 def _describe_cuda() -> dict[str, Any]:
-    """`gpu_states` and `processes` are of this process's GPUs, itself among them; `host_gpus` of the machine's."""
+    """`gpu_states` and `processes` are of this process's GPUs, `host_gpus` of all in the machine."""
     drivers = _query_nvidia_smi("--query-gpu=driver_version")
     devices = [_describe_gpu(index) for index in range(torch.cuda.device_count())]
     uuids = [device["uuid"] for device in devices]

@@ -1,4 +1,4 @@
-"""Errors meant for users: each message says what was wrong, where, and what would be right."""
+"""Errors for users. Each message says what was wrong, where, and what would be right."""
 
 
 class CbexpError(Exception):
@@ -30,4 +30,4 @@ class MemoryBudgetError(CbexpError):
 
 
 class RequestsFailedError(CbexpError):
-    """Requests failed or went missing in a round, so that its figures would not be of equal work."""
+    """Requests failed or went missing in a round, so its figures would not be of the whole workload."""

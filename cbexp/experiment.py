@@ -87,7 +87,7 @@ def _run_recorded(
     except NotApplicableError as error:
         return _end_badly(directory, "not_applicable", error)
     except ConfigError as error:
-        return _end_badly(directory, "failed", error, told_as="bad_config")
+        return _end_badly(directory, "failed", error, reported_as="bad_config")
     except KeyboardInterrupt as error:
         return _end_badly(directory, "interrupted", error)
     except MEMORY_ERRORS as error:
@@ -157,12 +157,12 @@ def _run_job(job: Job, display: ProgressDisplay) -> dict[str, Any]:
 
 
 def _end_badly(
-    directory: RunDirectory, status: BadEnd, error: BaseException, told_as: Status | None = None
+    directory: RunDirectory, status: BadEnd, error: BaseException, reported_as: Status | None = None
 ) -> RunOutcome:
-    """Record how the job ended. When even that fails, the first error is the one to tell."""
+    """Record how the job ended. When even that fails, the message is still about the first error."""
     message = str(error) or ENDS_WITHOUT_MESSAGE.get(type(error), type(error).__name__)
     try:
         directory.mark(status, error)
     except ResultsError as lost:
         message = f"{message} (and the status could not be written: {lost})"
-    return RunOutcome(told_as or status, directory.path, message=message)
+    return RunOutcome(reported_as or status, directory.path, message=message)

@@ -1,4 +1,4 @@
-"""Durable writes: appends of whole lines, atomic replacement, and messages that say what a full disk means."""
+"""Durable writes: appending whole lines, atomic replacement, and messages for failures."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from cbexp.errors import ResultsError
 
 
 def append_bytes(path: Path, data: bytes) -> None:
-    """Append in one go and force it to disk; what a failed write leaves behind is cut off again."""
+    """Append at once and force it to disk. After a failed write the file is cut back."""
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     try:
         size = os.fstat(descriptor).st_size
         try:
             _write_all(descriptor, data)
         except BaseException:
-            with suppress(OSError):  # the first error is the one to tell; readers skip a torn line
+            with suppress(OSError):  # the first error is the one to report; readers skip a torn line
                 os.ftruncate(descriptor, size)
             raise
     finally:
@@ -46,7 +46,7 @@ def read_jsonl(path: Path) -> tuple[list[dict[str, Any]], int]:
     """The rows of a file of JSON lines, and how many torn lines were skipped (0, or 1 at the end after a crash).
 
     Raises:
-        ResultsError: a line before the last is no JSON, so that the file is damaged and not just cut off.
+        ResultsError: a line before the last is no JSON, so the file is damaged and not just cut off.
     """
     *lines, rest = path.read_text(encoding="utf-8", errors="replace").split("\n")
     rows = [_parse(path, number, line) for number, line in enumerate(lines, start=1)]
@@ -54,7 +54,7 @@ def read_jsonl(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def check_writable(path: Path) -> None:
-    """Make the folder that `path` is to lie in, and try to write there.
+    """Make the folder of `path` and try to write there.
 
     Raises:
         ResultsError: `path` is a folder or a device, or nothing can be written beside it.
@@ -70,7 +70,7 @@ def check_writable(path: Path) -> None:
 
 
 def describe_failure(path: Path, error: OSError) -> str:
-    """What could not be written, why, and the space left there, as a sentence for users."""
+    """A sentence for users: what could not be written, why, and the free space there."""
     folder = next((parent for parent in path.parents if parent.is_dir()), Path("/"))
     free = shutil.disk_usage(folder).free / 2**20
     return f"cannot write {path}: {error.strerror} ({free:,.0f} MiB free there)."

@@ -1,4 +1,4 @@
-"""How the GPUs stand, as nvidia-smi tells: clocks, power, memory in use, and the processes on them."""
+"""The state of GPUs by nvidia-smi: clocks, power, memory in use, and processes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from cbexp.provenance import output_of
 
-# Record's key -> nvidia-smi's field. One that a driver does not know makes it refuse the whole query.
+# Our key -> nvidia-smi's field. With a field that the driver does not know, the whole query fails.
 STATE_FIELDS: Mapping[str, str] = {
     "uuid": "uuid",
     "sm_mhz": "clocks.sm",
@@ -24,14 +24,14 @@ UUID_PREFIX = "GPU-"  # PyTorch leaves it out
 
 
 def find_gpu_states(uuids: Collection[str]) -> list[dict[str, Any]] | None:
-    """State of each GPU of these ids: MHz, W, degrees C, MiB; None for a figure or a tool that is not there."""
+    """State of each of these GPUs in MHz, W, degrees C and MiB. Unknown figures are None; None without nvidia-smi."""
     return _query("--query-gpu", STATE_FIELDS, uuids)
 
 
 def find_gpu_processes(uuids: Collection[str]) -> list[dict[str, Any]] | None:
-    """Processes that compute on the GPUs of these ids, this one among them; None without nvidia-smi.
+    """Processes that compute on these GPUs, including this one; None without nvidia-smi.
 
-    Inside a container the numbers may be those of the host, or nothing may be told.
+    Inside a container the pids may be those of the host, or the list may be empty.
     """
     return _query("--query-compute-apps", PROCESS_FIELDS, uuids)
 
@@ -50,7 +50,7 @@ def _with_numbers(row: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _number(value: str) -> float | None:
-    """nvidia-smi writes `[N/A]` for what a card does not tell."""
+    """A figure; None for `[N/A]`, which stands for what a card does not report."""
     try:
         number = float(value)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Names of models and datasets, local or on the hub, and their loading failures put into words a user can act on."""
+"""Names of models and datasets, local or on the hub, and clear messages when they cannot be loaded."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LOADING_ERRORS = (
 
 @dataclass(frozen=True)
 class Source:
-    """Something to load: `kind` is the word for it (model, adapter, dataset), `key` the setting that names it."""
+    """Something to load. `kind` is what it is (model, adapter, dataset), `key` the setting that names it."""
 
     kind: str
     key: str
@@ -48,7 +48,7 @@ class Source:
 
     @property
     def is_local(self) -> bool:
-        """Whether the name is that of something on this machine."""
+        """Whether the name is a path on this machine."""
         return Path(self.name).exists()
 
     def __str__(self) -> str:
@@ -62,10 +62,10 @@ def looks_local(name: str) -> bool:
 
 
 def resolve_source(source: Source, error_class: type[CbexpError]) -> Source:
-    """Expand `~` and refuse a path without a folder; a name that may be a hub id is left to the hub.
+    """Expand `~`, and refuse a path that is no folder. A name that may be a hub id is not checked.
 
     Raises:
-        error_class: the name is a path and there is no folder, it is a file, or a folder is to have a revision.
+        error_class: the name is a file, a path without a folder, or a folder with a revision.
     """
     path = Path(source.name).expanduser()
     if path.is_file():
@@ -85,9 +85,9 @@ def resolve_source(source: Source, error_class: type[CbexpError]) -> Source:
 def explained_loading(
     source: Source, error_class: type[CbexpError], *more_errors: type[Exception]
 ) -> Iterator[None]:
-    """Turn what transformers, PEFT and the hub (and `more_errors`) raise while loading `source` into one `error_class`.
+    """Turn errors of transformers, PEFT, the hub and `more_errors` while loading `source` into `error_class`.
 
-    Out-of-memory errors and errors of cbexp's own pass unchanged.
+    Out-of-memory errors and cbexp's own errors pass unchanged.
     """
     explained: tuple[type[Exception], ...] = (*LOADING_ERRORS, *more_errors)
     try:

@@ -1,4 +1,4 @@
-"""How a run stands, as its folder says: status.json read and written, and whether its process still lives."""
+"""The status of a run: reads and writes status.json, and finds out whether its process still lives."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def begin_status() -> dict[str, Any]:
 
 
 def read_json_object(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object in a file; None where there is none that can be read (missing, torn, or another's)."""
+    """Return the JSON object in a file; None if it is missing, unreadable, or no object."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -44,7 +44,7 @@ def read_json_object(path: Path) -> dict[str, Any] | None:
 
 
 def write_status(folder: Path, values: Mapping[str, Any]) -> None:
-    """Write status.json; on a full disk the old one is overwritten where it lies, which takes no new space.
+    """Write status.json. On a full disk the old file is overwritten in place, which takes no new space.
 
     Raises:
         OSError: not even that is possible.
@@ -59,7 +59,7 @@ def write_status(folder: Path, values: Mapping[str, Any]) -> None:
 
 
 def find_live_owner(status: Mapping[str, Any] | None) -> str | None:
-    """Who runs there, when it is a process of this host that lives, or one of another host that may."""
+    """The process of a running run, if it lives or is on another host and may; None otherwise."""
     if status is None or status.get("status") != "running":
         return None
     pid, host, started_at = status.get("pid"), status.get("host"), status.get("started_at")
@@ -70,12 +70,12 @@ def find_live_owner(status: Mapping[str, Any] | None) -> str | None:
 
 
 def now() -> str:
-    """The time as records hold it: UTC, whole seconds."""
+    """The time in the form of records: UTC, whole seconds."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _is_alive(pid: int, started_at: str) -> bool:
-    """Whether the process lives; one that is younger than the run has been given the number of one that is gone."""
+    """Whether the process lives. One that is younger than the run is another one with the same pid."""
     try:
         process = psutil.Process(pid)
         if process.status() == psutil.STATUS_ZOMBIE:

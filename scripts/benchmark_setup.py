@@ -1,4 +1,4 @@
-"""What the benchmark scripts share: configurations as the command line composes them, and drivers for timing steps."""
+"""Shared by the benchmark scripts: configurations composed like the command line's, and drivers for timing steps."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class StepSetUp:
     bandwidth_bytes_per_s: float | None
 
     def count_bytes(self, batch: int, context: int) -> StepBytes:
-        """What a step must read."""
+        """The bytes that a step must read."""
         params = dict(self.loaded.model.named_parameters())
         return decode_step_bytes(self.loaded.architecture, params, batch, context)
 
@@ -83,7 +83,7 @@ def opened_for_steps(
 
 
 def _plan_with_notice(config: ExperimentConfig) -> RunPlan:
-    """The plan; on a CPU with a word about that before anything large is asked for."""
+    """The plan; on a CPU after a warning that large models take long there."""
     if resolve_device(config.model.device).type == "cpu":
         print(
             "no CUDA device: steps run on the CPU, where the models named here take minutes and more memory than most "
@@ -97,7 +97,7 @@ def _plan_with_notice(config: ExperimentConfig) -> RunPlan:
 def _step_overrides(
     model: str, compile_mode: str, shapes: Sequence[tuple[int, int]], num_steps: int
 ) -> list[str]:
-    """Settings under which rows of each shape fit; the prompts stand for their number and are never run."""
+    """Settings with room for each shape. The prompts only set the number of requests and never run."""
     batches = sorted({batch for batch, _ in shapes})
     longest = max(context for _, context in shapes) + num_steps
     num_pages = max(batch * -(-(context + num_steps) // PAGE_SIZE) for batch, context in shapes)
@@ -119,7 +119,7 @@ def is_asked_for(name: str, patterns: Sequence[str] | None) -> bool:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write at once and whole, so that what is cut short leaves the last state."""
+    """Write the whole file at once, so that an interruption leaves the last state."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(json.dumps(content, indent=1) + "\n")

@@ -1,9 +1,9 @@
-"""Keeps measured runs for the README: copies the small records of jobs, without the paths of the machine they ran on.
+"""Keeps measured runs as a reference: copies the small records of jobs, without the paths of their machine.
 
     python scripts/collect_reference.py outputs/rollout_32/DATE_TIME --into outputs/reference/h200
     python -m cbexp.report outputs/reference/h200
 
-Each job goes into a folder of its own name. One that was broken off is kept as it is: the report says how it ended.
+Each job goes into a folder of its own name. An interrupted one is kept as it is: the report says how it ended.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def keep_file(source: Path, target: Path) -> None:
 
 
 def without_paths(text: str) -> str:
-    """`text` with absolute paths cut down to their last part."""
+    """`text` with absolute paths shortened to their last part."""
     return ABSOLUTE_PATH.sub(r"\1", text)
 
 

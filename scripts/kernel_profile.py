@@ -1,4 +1,4 @@
-"""From the kernels that a profiler saw to tables: each kernel's time, the sequence in a layer, each part's floor."""
+"""Tables of a profiler's kernels: each kernel's time, the sequence in a layer, and the memory floor of each part."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class KernelEvent(NamedTuple):
 
 
 def summarize_kernels(events: Sequence[KernelEvent], num_steps: int, num_layers: int) -> list[dict[str, Any]]:
-    """A row for each kernel of a step, the longest first; what runs less than once a step is left out.
+    """A row for each kernel of a step, the longest first. Kernels that run less than once a step are left out.
 
     `us_per_layer` is there for kernels that run in every layer equally often.
     """
@@ -62,7 +62,7 @@ def summarize_kernels(events: Sequence[KernelEvent], num_steps: int, num_layers:
 def summarize_layer(events: Sequence[KernelEvent], num_steps: int, num_layers: int) -> list[dict[str, Any]]:
     """The kernels from one layer's attention to the next one's, in order: the median of all layers.
 
-    Kernels of one name are told apart so, as the products of different projections. Empty when no kernel runs once a
+    This separates kernels of one name, such as the products of different projections. Empty when no kernel runs once a
     layer, or layers differ too much to be laid over each other.
     """
     ordered = sorted(events, key=lambda event: event.start_us)

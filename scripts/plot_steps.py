@@ -36,7 +36,7 @@ def load_rows(paths: list[Path]) -> list[Row]:
 
 
 def group_lines(rows: list[Row], along: str, other: str) -> dict[str, list[Row]]:
-    """Lines along one axis: rows that share everything else, in order; those with a single point are no lines."""
+    """Lines along one axis: rows that share everything else, in order. Single points are left out."""
     lines: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
     for row in rows:
         lines[row["model"], row["compile_mode"], row[other]].append(row)

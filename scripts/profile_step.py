@@ -54,7 +54,7 @@ def profile_steps(
         for event in profiler.events() or []
         if (event.device_type.name == "CUDA") == is_cuda and not event.is_user_annotation
     ]
-    return events, 2 * num_steps  # the burst that warms up is in it, too
+    return events, 2 * num_steps  # with the warmup burst
 
 
 def _own_us(event: Any, is_cuda: bool) -> float:

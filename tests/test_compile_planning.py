@@ -1,4 +1,4 @@
-"""Compile mode, region, fusion, batch shapes and cache folders: resolved, refused, or warned about."""
+"""Compile modes and cache folders of compiled code: resolved, refused, or warned about; and the roofline's inputs."""
 
 from __future__ import annotations
 
@@ -6,31 +6,38 @@ import dataclasses
 import errno
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from torch._inductor import config as inductor_config
+from torch._inductor import cpp_builder
 from torch._inductor.exc import InductorError
 
-from cbexp import factory
-from cbexp.config import COMPILE_MODES, CompileConfig, ExperimentConfig, ModelConfig
+from cbexp.config import CompileConfig
+from cbexp.drivers import sync
+from cbexp.drivers.registry import DRIVERS
 from cbexp.engine import EngineError, SyncCBDriver
+from cbexp.engine.types import COMPILE_MODES, CBSyncConfig
 from cbexp.errors import ConfigError, NotApplicableError
 from cbexp.experiment import run_experiment
-from cbexp.factory import build_plan, compile_environment, describe_compile_cache, explaining_full_cache
+from cbexp.factory import build_driver
 from cbexp.model.attention_choice import AttentionChoice
-from cbexp.planning import compile_choice
-from cbexp.planning.compile_cache import FOLDERS, list_overriding_variables, uses_compile_cache
-from cbexp.planning.compile_choice import ENGINE_MODES, choose_compile_mode, plan_decode
+from cbexp.planning.compile_cache import (
+    FOLDERS,
+    compile_environment,
+    describe_compile_cache,
+    explaining_full_cache,
+    list_overriding_variables,
+    uses_compile_cache,
+)
+from cbexp.planning.compile_choice import choose_compile_mode
+from cbexp.planning.plan import build_plan
 from cbexp.planning.plan_warnings import find_idle_self_check
 from cbexp.planning.roofline import measure_roofline
 from tests.test_factory import experiment, load
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-IDLE_SELF_CHECK = (
-    "compile.self_check=False has no effect with compile.mode=eager and nothing fused: nothing is checked."
-)
-OWN, SDPA = AttentionChoice("cbexp"), AttentionChoice("sdpa")
+DECODE = {"fusion": "projections", "buckets": [4, 32], "max_burst": 9, "self_check": False}
 
 
 @pytest.fixture(autouse=True)
@@ -39,107 +46,68 @@ def _own_environment(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def compiled(attn_implementation: str = "auto", **settings: Any) -> ExperimentConfig:
-    config = experiment(num_prompts=20)
-    config.compile = CompileConfig(**settings)
-    config.model = ModelConfig(**{**vars(config.model), "attn_implementation": attn_implementation})
-    return config
+def compiled(attention="auto", **settings):
+    return experiment(num_prompts=20, attention=attention, compile=settings)
 
 
 # Modes
 
 
-def test_every_mode_has_its_engine_settings():
-    assert set(ENGINE_MODES) == set(COMPILE_MODES) - {"auto"}
-    assert ENGINE_MODES["compiled_cuda_graph"] == ("default", True)
-    assert [mode for mode, (_, is_captured) in ENGINE_MODES.items() if is_captured] == [
-        "cuda_graph", "compiled_cuda_graph",
-    ]  # fmt: skip
+@pytest.mark.parametrize("mode", COMPILE_MODES)
+def test_the_synchronous_driver_runs_every_mode_on_a_gpu_and_without_graphs_on_a_cpu(mode):
+    config, attention = compiled(mode=mode), AttentionChoice("cbexp")
+    assert choose_compile_mode(config, attention, CUDA) == mode
+    if COMPILE_MODES[mode].graphs is None:
+        assert choose_compile_mode(config, attention, CPU) == mode
+    else:
+        with pytest.raises(NotApplicableError, match=f"compile.mode='{mode}' needs a CUDA device"):
+            choose_compile_mode(config, attention, CPU)
 
 
-@pytest.mark.parametrize("mode", [mode for mode in COMPILE_MODES if mode != "auto"])
-def test_the_synchronous_driver_runs_every_mode_on_a_gpu(mode):
-    assert choose_compile_mode(mode, "sync", OWN, CUDA) == mode
+@pytest.mark.parametrize("driver", ["manager", "generate", "vllm"])
+def test_graphs_are_not_applicable_on_a_cpu_whether_a_driver_has_the_mode_or_not(driver):
+    with pytest.raises(NotApplicableError, match=r"compile\.mode='max_autotune' needs a CUDA device"):
+        build_plan(experiment(driver=driver, compile_mode="max_autotune"))
 
 
-def test_auto_is_eager_on_a_cpu_and_the_best_on_a_gpu():
-    assert choose_compile_mode("auto", "sync", OWN, CPU) == "eager"
-    assert choose_compile_mode("auto", "sync", OWN, CUDA) == compile_choice.BEST_MODE_ON_CUDA
-    assert choose_compile_mode("auto", "sync", SDPA, CUDA) == "eager"
-    assert choose_compile_mode("auto", "manager", AttentionChoice("flash_attention_3"), CUDA) == "cuda_graph"
+def test_what_auto_has_become_and_what_a_driver_lacks():
+    assert build_plan(experiment(driver="manager")).compile_mode == "eager"
+    assert build_plan(experiment(driver="manager", compile_mode="default")).compile_mode == "default"
+    with pytest.raises(ConfigError, match=r"^compile.mode=default does not work with driver=generate"):
+        build_plan(experiment(driver="generate", compile_mode="default"))
 
 
-@pytest.mark.parametrize("mode", [mode for mode in COMPILE_MODES if mode not in ("auto", "eager")])
-def test_foreign_attention_runs_eagerly_alone(mode):
-    with pytest.raises(ConfigError) as caught:
-        choose_compile_mode(mode, "sync", SDPA, CUDA)
-    for fragment in (f"compile.mode={mode}", "model.attn_implementation=sdpa", "compile.mode=eager", "cbexp"):
-        assert fragment in str(caught.value)
-
-
-def test_a_cpu_without_compiler_is_told_before_anything_is_loaded():
-    from torch._inductor import config, cpp_builder
-
+@pytest.mark.parametrize(
+    ("compiler", "said"),
+    [
+        ("no-such-compiler", r"compiles C\+\+ .* CXX, or use compile=eager"),
+        ("/bin/true", "/bin/true is no C"),
+    ],
+)
+def test_a_cpu_without_compiler_is_told_before_anything_is_loaded(compiler, said):
     cpp_builder.cpp_compiler_search.cache_clear()
-    message = r"compile.mode=default compiles C\+\+ .* CXX, or use compile=eager"
-    with config.patch({"cpp.cxx": ("no-such-compiler",)}), pytest.raises(NotApplicableError, match=message):
-        build_plan(compiled(mode="default"))
+    with inductor_config.patch({"cpp.cxx": (compiler,)}):
+        with pytest.raises(NotApplicableError, match=said):
+            build_plan(compiled(mode="default"))
+        assert build_plan(compiled(mode="eager")).compile_mode == "eager"
+        assert build_plan(experiment(driver="vllm", compile_mode="default")).compile_mode == "default"
     cpp_builder.cpp_compiler_search.cache_clear()
-    message = r"C\+\+ for the CPU, and /bin/true is no C\+\+ compiler: install g\+\+"
-    with config.patch({"cpp.cxx": ("/bin/true",)}), pytest.raises(NotApplicableError, match=message):
-        build_plan(compiled(mode="default"))
-    cpp_builder.cpp_compiler_search.cache_clear()
-    assert build_plan(compiled(mode="eager")).compile_mode == "eager"
 
 
 # Decoding
 
 
-def test_decode_plan_is_what_was_asked_for_and_plain_json():
-    plan = build_plan(
-        compiled(fusion="projections", batch_shape="full", buckets=[4, 32], max_burst=9, self_check=False)
-    )
-    written = plan.to_dict()
-    for key, value in {
-        "fusion": "projections",
-        "batch_shape": "full",
-        "max_burst": 9,
-        "self_check": False,
-    }.items():
-        assert written[key] == value
-    assert written["buckets"] == [4, 32]
-    assert written["compile_region"] == "model"
-
-
-def test_only_the_engines_own_steps_have_a_decode_plan():
-    for driver in ("manager", "generate"):
-        plan = build_plan(experiment(driver=driver))
-        assert plan.decode is None
-        assert "batch_shape" not in plan.to_dict()
-    assert build_plan(compiled("sdpa")).decode is None
-
-
-@pytest.mark.parametrize("fusion", ["projections", "layers"])
-def test_foreign_attention_fuses_nothing(fusion):
-    with pytest.raises(ConfigError, match=f"compile.fusion={fusion} .* model.attn_implementation=sdpa"):
-        plan_decode(CompileConfig(fusion=fusion), "eager", SDPA, CUDA)
-    assert plan_decode(CompileConfig(fusion="none"), "eager", SDPA, CUDA) is None
+def test_how_the_engine_decodes_is_in_the_plan_of_its_own_steps_alone():
+    written = build_plan(compiled(batch_shape="full", **DECODE)).to_dict()
+    assert {key: written[key] for key in DECODE} == DECODE
+    assert written["batch_shape"] == "full"
+    for config in (experiment(driver="manager"), experiment(driver="generate"), compiled("sdpa")):
+        assert not {"batch_shape", *DECODE} & set(build_plan(config).to_dict())
 
 
 def test_fused_layers_need_a_gpu():
-    with pytest.raises(NotApplicableError, match=r"compile.fusion=layers needs a CUDA device"):
+    with pytest.raises(NotApplicableError, match=r"compile.fusion='layers' needs a CUDA device"):
         build_plan(compiled(fusion="layers"))
-    decode = plan_decode(CompileConfig(fusion="layers"), "cuda_graph", OWN, CUDA)
-    assert decode is not None
-    assert decode.fusion == "layers"
-
-
-def test_region_is_checked_against_what_auto_resolves_to():
-    with pytest.raises(ConfigError, match=r"compile.region=layer does not work with compile.mode=eager"):
-        build_plan(compiled(region="layer"))
-    decode = build_plan(compiled(mode="default", region="layer")).decode
-    assert decode is not None
-    assert decode.compile_region == "layer"
 
 
 def test_buckets_bound_the_batch_and_idle_ones_are_named():
@@ -147,14 +115,10 @@ def test_buckets_bound_the_batch_and_idle_ones_are_named():
     assert build_plan(compiled(buckets=[1, 8], batch_shape="natural")).max_requests_per_batch == 20
     assert build_plan(compiled("sdpa", buckets=[1, 8])).max_requests_per_batch == 20
     assert build_plan(compiled(buckets=[8, 16, 32])).warnings == []
-    (warning,) = build_plan(compiled(buckets=[8, 32, 64, 128])).warnings
-    assert warning == (
-        "compile.buckets: 64, 128 have no effect with compile.batch_shape=buckets and batches of at most 20 requests."
-    )
-    (warning,) = build_plan(compiled(buckets=[8, 32, 64], batch_shape="full")).warnings
-    assert "8, 64 have no effect with compile.batch_shape=full" in warning
-    (warning,) = build_plan(compiled(buckets=[8, 32], batch_shape="natural")).warnings
-    assert "compile.buckets=[8, 32] has no effect with compile.batch_shape=natural" in warning
+    batches = "and batches of at most 20 requests."
+    for shape, buckets, idle in (("buckets", [8, 32, 64, 128], "64, 128"), ("full", [8, 32, 64], "8, 64")):
+        (warning,) = build_plan(compiled(buckets=buckets, batch_shape=shape)).warnings
+        assert warning == f"compile.buckets: {idle} have no effect with compile.batch_shape={shape} {batches}"
 
 
 @pytest.mark.parametrize(
@@ -172,58 +136,39 @@ def test_buckets_bound_the_batch_and_idle_ones_are_named():
     ],
 )
 def test_a_self_check_that_has_nothing_to_check(mode, fusion, device, dtype, is_idle):
-    settings = CompileConfig(mode=mode, fusion=fusion, self_check=False)
-    lines = find_idle_self_check(plan_decode(settings, mode, OWN, device), mode, device, dtype)
-    assert lines == ([IDLE_SELF_CHECK] if is_idle else [])
-    settings.self_check = True
-    assert find_idle_self_check(plan_decode(settings, mode, OWN, device), mode, device, dtype) == []
+    settings = CBSyncConfig(compile_mode=mode, fusion=fusion, self_check=False)
+    assert len(find_idle_self_check(settings, device, dtype)) == is_idle
+    assert find_idle_self_check(dataclasses.replace(settings, self_check=True), device, dtype) == []
 
 
-def test_an_idle_self_check_is_among_the_warnings_of_a_run():
-    assert IDLE_SELF_CHECK in build_plan(compiled(self_check=False)).warnings
-    (warning,) = build_plan(compiled("sdpa", self_check=False)).warnings
-    assert "compile.self_check=False has no effect with model.attn_implementation=sdpa" in warning
-
-
-@pytest.mark.parametrize("mode", ["eager", "default"])
-def test_the_recompile_limit_goes_to_a_driver_that_compiles(monkeypatch, mode):
-    seen = []
-    monkeypatch.setattr(factory, "SyncCBDriver", lambda model, generation, config: seen.append(config))
-    config = compiled(mode=mode)
-    factory.build_driver(config, *load(config), (), 0)
-    assert seen[0].recompile_limit == (256 if mode == "default" else None)
+def test_an_idle_self_check_is_among_the_settings_without_effect():
+    (idle,) = build_plan(compiled(self_check=False)).idle
+    assert str(idle) == (
+        "compile.self_check=False has no effect with compile.mode=eager and nothing fused: nothing is checked."
+    )
+    (idle,) = build_plan(compiled("sdpa", self_check=False)).idle
+    assert "model.attn_implementation=sdpa" in idle.reason
 
 
 def test_settings_reach_the_driver(monkeypatch):
     seen = []
-    monkeypatch.setattr(factory, "SyncCBDriver", lambda model, generation, config: seen.append(config))
-    for config in (
-        compiled(
-            mode="default",
-            region="layer",
-            fusion="projections",
-            buckets=[4, 32],
-            max_burst=9,
-            self_check=False,
-        ),
-        compiled("sdpa"),
-    ):
-        plan, loaded, prompts = load(config)
-        factory.build_driver(config, plan, loaded, prompts, (), 0)
-    own, foreign = seen
-    assert (own.compile_mode, own.cuda_graph, own.compile_region) == ("default", False, "layer")
-    assert (own.attn_implementation, own.fusion, own.batch_shape) == ("cbexp", "projections", "buckets")
-    assert (own.buckets, own.max_burst, own.self_check, own.recompile_limit) == ((4, 32), 9, False, 256)
-    assert (own.max_new_tokens, own.max_requests_per_batch) == (8, 20)
-    assert (foreign.attn_implementation, foreign.compile_mode, foreign.buckets) == ("sdpa", None, None)
+    monkeypatch.setattr(sync, "SyncCBDriver", lambda model, generation, config: seen.append(config))
+    for config in (compiled(mode="default", **DECODE), compiled("sdpa"), compiled()):
+        build_driver(*load(config), (3,), 0)
+    own, foreign, default = seen
+    assert {key: getattr(own, key) for key in DECODE} == DECODE
+    assert (own.compile_mode, own.attn_implementation, own.batch_shape) == ("default", "cbexp", "buckets")
+    assert (own.max_new_tokens, own.max_requests_per_batch, own.eos_token_id) == (8, 20, (3,))
+    assert (foreign.attn_implementation, foreign.compile_mode, foreign.buckets) == ("sdpa", "eager", None)
+    assert [config.recompile_limit for config in seen] == [256, None, None]
+    assert default.num_blocks == 20
 
 
 # The compile cache
 
 
 def test_cache_folders_hold_for_the_body_alone(tmp_path):
-    config = CompileConfig(cache_dir=str(tmp_path / "compiled"))
-    with compile_environment(config, "default", "sync"):
+    with compile_environment(CompileConfig(cache_dir=str(tmp_path / "compiled")), "default"):
         assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "compiled" / "inductor")
         assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "compiled" / "triton")
         assert describe_compile_cache()["num_bytes"] == 0
@@ -232,7 +177,7 @@ def test_cache_folders_hold_for_the_body_alone(tmp_path):
 
 def test_the_users_own_folder_goes_before_and_is_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "own"))
-    with compile_environment(CompileConfig(cache_dir=str(tmp_path / "ours")), "default", "sync"):
+    with compile_environment(CompileConfig(cache_dir=str(tmp_path / "ours")), "default"):
         assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "own")
         assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "ours" / "triton")
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "own")
@@ -247,16 +192,22 @@ def test_a_folder_that_pytorch_itself_has_named_is_not_the_users(tmp_path, monke
     monkeypatch.setenv("TRITON_CACHE_DIR", triton_cache_dir(0))
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == cache_dir()
     assert list_overriding_variables() == []
-    with compile_environment(CompileConfig(cache_dir=str(tmp_path)), "default", "sync"):
+    with compile_environment(CompileConfig(cache_dir=str(tmp_path)), "default"):
         assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "inductor")
         assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "triton")
 
 
 def test_without_a_folder_pytorch_chooses_and_its_choice_is_not_kept():
-    with compile_environment(CompileConfig(cache_dir=None), "default", "sync"):
+    with compile_environment(CompileConfig(cache_dir=None), "default"):
         assert not any(name in os.environ for name in FOLDERS)
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = "/somewhere"  # as PyTorch does
     assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+
+
+def test_home_is_where_it_is_by_default(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with compile_environment(CompileConfig(), "default"):
+        assert Path(os.environ["TRITON_CACHE_DIR"]) == tmp_path / ".cache" / "cbexp" / "compile" / "triton"
 
 
 def test_size_counts_every_file_once(tmp_path, monkeypatch):
@@ -265,16 +216,8 @@ def test_size_counts_every_file_once(tmp_path, monkeypatch):
     (tmp_path / "triton" / "deep").mkdir(parents=True)
     (tmp_path / "triton" / "deep" / "kernel").write_bytes(b"x" * 100)
     (tmp_path / "code").write_bytes(b"x" * 10)
-    assert describe_compile_cache() == {
-        "folders": [str(tmp_path), str(tmp_path / "triton")],
-        "num_bytes": 110,
-    }
-
-
-def test_home_is_where_it_is_by_default(monkeypatch, tmp_path):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    with compile_environment(CompileConfig(), "default", "sync"):
-        assert Path(os.environ["TRITON_CACHE_DIR"]) == tmp_path / ".cache" / "cbexp" / "compile" / "triton"
+    folders = [str(tmp_path), str(tmp_path / "triton")]
+    assert describe_compile_cache() == {"folders": folders, "num_bytes": 110}
 
 
 @pytest.mark.parametrize(
@@ -288,9 +231,10 @@ def test_home_is_where_it_is_by_default(monkeypatch, tmp_path):
 def test_folder_that_cannot_be_written_is_refused(tmp_path, folder, reason):
     (tmp_path / "file").write_text("")
     folder = folder.format(tmp_path)
+    message = rf"compile\.cache_dir={folder} cannot be written \({reason}"
     with (
-        pytest.raises(ConfigError, match=rf"compile\.cache_dir={folder} cannot be written \({reason}"),
-        compile_environment(CompileConfig(cache_dir=folder), "default", "sync"),
+        pytest.raises(ConfigError, match=message),
+        compile_environment(CompileConfig(cache_dir=folder), "default"),
     ):
         pass
 
@@ -300,9 +244,10 @@ def out_of_space(kind: str) -> Exception:
     full = OSError(errno.ENOSPC, "No space left on device")
     if kind == "plain":
         return full
-    told = InductorError(full, None) if kind == "inductor" else RuntimeError("ld: No space left on device")
     error = EngineError("cannot compile")
-    error.__cause__ = told
+    error.__cause__ = (
+        InductorError(full, None) if kind == "inductor" else RuntimeError("ld: No space left on device")
+    )
     return error
 
 
@@ -312,7 +257,7 @@ def test_a_full_compile_cache_is_named(tmp_path, kind):
     message = rf"compile\.cache_dir={tmp_path}/small: no space is left .* in {tmp_path}/small/inductor and "
     with (
         pytest.raises(ConfigError, match=message),
-        compile_environment(config, "default", "sync"),
+        compile_environment(config, "default"),
         explaining_full_cache(config),
     ):
         raise out_of_space(kind)
@@ -331,19 +276,18 @@ def test_a_run_names_its_full_compile_cache(tmp_path, monkeypatch):
         raise out_of_space("plain")
 
     monkeypatch.setattr(SyncCBDriver, "warmup", warmup)
-    config = compiled(mode="default", cache_dir=str(tmp_path / "small"))
-    outcome = run_experiment(config, tmp_path / "run", [])
-    assert (outcome.status, "compile.cache_dir=" in outcome.message) == ("bad_config", True)
-    outcome = run_experiment(compiled(mode="eager"), tmp_path / "other", [])
-    assert (outcome.status, "compile.cache_dir=" in outcome.message) == ("failed", False)
+    for mode, status in (("default", "bad_config"), ("eager", "failed")):
+        config = compiled(mode=mode, cache_dir=str(tmp_path / "small"))
+        outcome = run_experiment(config, tmp_path / mode, [])
+        assert (outcome.status, "compile.cache_dir=" in outcome.message) == (status, mode == "default")
 
 
-def test_recompile_limit_of_a_peer_holds_for_the_body():
+def test_the_recompile_limit_holds_for_the_body_of_a_mode_that_compiles():
     before = torch._dynamo.config.recompile_limit
-    config = CompileConfig(recompile_limit=before + 1)
-    with compile_environment(config, "default", "manager"):
-        assert torch._dynamo.config.recompile_limit == before + 1
-    assert torch._dynamo.config.recompile_limit == before
+    for mode, limit in (("default", before + 1), ("eager", before)):
+        with compile_environment(CompileConfig(recompile_limit=before + 1), mode):
+            assert torch._dynamo.config.recompile_limit == limit
+        assert torch._dynamo.config.recompile_limit == before
 
 
 @pytest.mark.parametrize(
@@ -355,10 +299,11 @@ def test_recompile_limit_of_a_peer_holds_for_the_body():
         ("cuda_graph", "sync", CUDA, True),
         ("cuda_graph", "manager", CUDA, False),
         ("default", "manager", CPU, True),
+        ("default", "vllm", CPU, False),
     ],
 )
 def test_what_uses_the_compile_cache(mode, driver, device, expected):
-    assert uses_compile_cache(mode, driver, device) is expected
+    assert uses_compile_cache(mode, DRIVERS[driver], device) is expected
 
 
 # The roofline

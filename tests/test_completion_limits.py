@@ -11,16 +11,15 @@ import pytest
 from cbexp.config import DatasetConfig, ExperimentConfig, ModelConfig, SamplingConfig
 from cbexp.dataset.completion_limits import draw_limits, load_completion_limits
 from cbexp.errors import ConfigError
-from cbexp.factory import build_plan, summarize_dry_run
 from cbexp.planning import cache_sizing
+from cbexp.planning.dry_run import summarize_dry_run
+from cbexp.planning.plan import build_plan
 from tests.model_fixtures import QWEN3
 
 DRAWN = SamplingConfig(max_new_tokens=8192, median_new_tokens=600)
 
 
-def experiment(
-    sampling: SamplingConfig, num_prompts: int = 3, seed: int = 0, **cache: int
-) -> ExperimentConfig:
+def experiment(sampling: SamplingConfig, num_prompts: int = 3, seed: int = 0) -> ExperimentConfig:
     config = ExperimentConfig(
         model=ModelConfig(name="test", init="random", architecture=QWEN3, device="cpu"),
         dataset=DatasetConfig(
@@ -54,16 +53,13 @@ def test_file_that_is_no_list_of_limits_is_refused(tmp_path, text):
         load_completion_limits(from_file(tmp_path, text))
 
 
-def test_file_that_is_not_there_is_refused(tmp_path):
+def test_file_that_is_not_there_or_has_another_number_of_limits_is_refused(tmp_path):
     config = experiment(SamplingConfig(max_new_tokens_file=str(tmp_path / "none.json")))
-    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+    with pytest.raises(ConfigError, match=r"none.json.* cannot be read: "):
         load_completion_limits(config)
-
-
-@pytest.mark.parametrize("num_prompts", [2, 4])
-def test_file_with_another_number_of_limits_is_refused(tmp_path, num_prompts):
-    with pytest.raises(ConfigError, match=f"has 3 limits, and dataset.num_prompts={num_prompts}"):
-        load_completion_limits(from_file(tmp_path, "[4, 90, 1]", num_prompts))
+    for num_prompts in (2, 4):
+        with pytest.raises(ConfigError, match=f"has 3 limits, and dataset.num_prompts={num_prompts}"):
+            load_completion_limits(from_file(tmp_path, "[4, 90, 1]", num_prompts))
 
 
 def test_drawn_limits_are_log_normal():
@@ -92,7 +88,7 @@ def test_plan_counts_every_request_at_its_own_length(tmp_path):
     plan = build_plan(config)
     assert (plan.limits, plan.max_new_tokens) == ((4, 90, 1), 90)
     assert json.loads(json.dumps(plan.to_dict()))["mean_max_new_tokens"] == pytest.approx(95 / 3)
-    size = cache_sizing.size_cache(plan, [5, 5, 20], 2, slack_blocks=0, free_bytes=2**30)
+    size = cache_sizing.size_cache(plan, [5, 5, 20], 2, rounding_blocks=0, free_bytes=2**30)
     assert size.num_blocks == 2 * (1 + 6 + 2)
     report = summarize_dry_run(config)
     assert report.cache_tokens_asked == (1 + 6 + 1) * 16
@@ -106,4 +102,4 @@ def test_request_that_is_too_long_is_the_longest_with_its_own_limit(tmp_path):
         cache_sizing.check_prompt_lengths(plan, [5, 170, 250])
     config.cache.num_tokens = 64
     with pytest.raises(ConfigError, match=r"prompt 0 needs 13 .* \(5 prompt \+ 200 new\)"):
-        cache_sizing.size_cache(build_plan(config), [5, 5, 5], 1, slack_blocks=0, free_bytes=2**30)
+        cache_sizing.size_cache(build_plan(config), [5, 5, 5], 1, rounding_blocks=0, free_bytes=2**30)

@@ -65,18 +65,15 @@ def test_a_system_prompt_does_not_replace_the_rows_own(tmp_path):
         load(jsonl(tmp_path / "rows", {"prompt": chat}, system_prompt="Be brief."))
 
 
-def test_a_template_from_a_file_goes_first(tmp_path):
+def test_a_template_from_a_file_goes_first_and_kwargs_reach_it(tmp_path):
     template = tmp_path / "bare.jinja"
-    template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
-    config = jsonl(tmp_path / "rows", {"prompt": "Hi"}, chat_template=str(template))
-    assert load(config, tokenizer=build_tokenizer(chat_template=None)).prompt_ids == [
-        TOKENIZER("Hi", add_special_tokens=False)["input_ids"]
-    ]
-
-
-def test_template_kwargs_reach_the_template(tmp_path):
-    config = jsonl(tmp_path / "rows", {"prompt": "Hi"}, chat_template_kwargs={"enable_thinking": False})
-    assert load(config).texts == ["<s>[user]Hi[no thinking][assistant]"]
+    template.write_text("{% for message in messages %}{{ message.content }}{{ style }}{% endfor %}")
+    kwargs = {"style": "!"}
+    config = jsonl(
+        tmp_path / "rows", {"prompt": "Hi"}, chat_template=str(template), chat_template_kwargs=kwargs
+    )
+    prompts = load(config, tokenizer=build_tokenizer(chat_template=None))
+    assert prompts.prompt_ids == [TOKENIZER("Hi!", add_special_tokens=False)["input_ids"]]
 
 
 @pytest.mark.parametrize(
@@ -91,15 +88,10 @@ def test_template_kwargs_without_effect_are_refused(tmp_path, kwargs, message):
         load(jsonl(tmp_path / "rows", {"prompt": "Hi"}, chat_template_kwargs=kwargs))
 
 
-def test_no_chat_template_names_the_setting(tmp_path):
-    with pytest.raises(DatasetError, match=r"no chat template .* dataset\.chat_template"):
-        load(jsonl(tmp_path / "rows", {"prompt": "Hi"}), tokenizer=build_tokenizer(chat_template=None))
-
-
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (None, "cannot be read: No such file"),
+        (None, "cannot be read: "),
         ("{% for %}", "the chat template refuses line 1"),
         ("{{ raise_exception('no system role') }}", "refuses line 1 of .*: no system role"),
         ("{# nothing #}", "prompt is empty once the chat template is applied"),
@@ -113,29 +105,26 @@ def test_bad_template_files_are_explained(tmp_path, template, message):
         load(jsonl(tmp_path / "rows", {"prompt": "Hi"}, chat_template=str(path)))
 
 
-def test_text_without_a_tokenizer_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("tokenizer", "vocab_size", "message"),
+    [
+        (None, VOCAB_SIZE, "needs a tokenizer"),
+        (build_tokenizer(chat_template=None), VOCAB_SIZE, r"no chat template .* dataset\.chat_template"),
+        (TOKENIZER, 100, "token id 256, and the model knows 0 to 99: the tokenizer does not belong"),
+    ],
+)
+def test_a_tokenizer_that_does_not_do_is_refused(tmp_path, tokenizer, vocab_size, message):
     config = jsonl(tmp_path / "rows", {"prompt": "Hi"})
     assert needs_tokenizer(config)
-    with pytest.raises(DatasetError, match="needs a tokenizer"):
-        load(config, tokenizer=None)
-
-
-def test_a_tokenizer_of_another_model_is_noticed(tmp_path):
-    with pytest.raises(
-        DatasetError, match="token id 256, and the model knows 0 to 99: the tokenizer does not belong"
-    ):
-        load_prompts(jsonl(tmp_path / "rows", {"prompt": "Hi"}), TOKENIZER, 100, seed=0)
+    with pytest.raises(DatasetError, match=message):
+        load_prompts(config, tokenizer, vocab_size, seed=0)
 
 
 # Arithmetic
 
 
 def test_arithmetic_prompts_come_with_answers_and_follow_the_seed():
-    prompts, again, other = (
-        load(arithmetic(num_prompts=5)),
-        load(arithmetic(num_prompts=5)),
-        load(arithmetic(num_prompts=5), 1),
-    )
+    prompts, again, other = (load(arithmetic(num_prompts=5), seed) for seed in (0, 0, 1))
     assert prompts.texts == again.texts != other.texts
     assert len(prompts.prompt_ids) == len(prompts.answers or []) == 5
     assert prompts.verifier is not None
@@ -149,6 +138,8 @@ def test_jsonl_fields_answers_and_blank_lines(tmp_path):
     rows = ({"q": "A", "a": 4}, "", {"q": "B", "a": "5"})
     config = jsonl(tmp_path / "rows", *rows, num_prompts=2, verifier="math", answer_field="a")
     config.prompt_field = "q"
+    file = tmp_path / "rows"
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())  # a byte order mark is no part of the first row
     prompts = load(config)
     assert prompts.answers == ["4", "5"]
     assert prompts.verifier is not None
@@ -179,6 +170,7 @@ def test_jsonl_is_shuffled_by_its_seed(tmp_path):
         ({"prompt": None}, "line 2 of .*rows: its prompt is of type NoneType"),
         ({"prompt": ["x"]}, "line 2 of .*rows: a chat message is an object"),
         ({"prompt": [{"role": "user"}]}, "line 2 of .*rows: a chat message needs a role and a content"),
+        (r'{"prompt": "\ud800 x"}', "not valid Unicode, at character"),
     ],
 )
 def test_bad_rows_are_named(tmp_path, row, message):
@@ -213,7 +205,7 @@ def test_files_that_cannot_be_read_are_explained(tmp_path):
     with pytest.raises(DatasetError, match="is not UTF-8 text"):
         load(config)
     (tmp_path / "rows").unlink()
-    with pytest.raises(DatasetError, match="rows cannot be read: No such file"):
+    with pytest.raises(DatasetError, match="rows cannot be read: "):
         load(config)
 
 
@@ -247,15 +239,8 @@ def _own_dataset_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: py
 
 
 def hub(path: Path | str, **settings: Any) -> DatasetConfig:
-    defaults = {
-        "config_name": "en",
-        "split": "train",
-        "shuffle_seed": 3407,
-        "prompt_field": "prompt",
-        "answer_field": "solution",
-        "verifier": "math",
-        "num_prompts": 4,
-    }
+    defaults = {"config_name": "en", "split": "train", "shuffle_seed": 3407, "num_prompts": 4}
+    defaults |= {"prompt_field": "prompt", "answer_field": "solution", "verifier": "math"}
     return DatasetConfig(kind="hub", name="dapo_math", path=str(path), **{**defaults, **settings})
 
 
@@ -275,16 +260,8 @@ def test_hub_rows_without_a_shuffle_come_in_order(hub_folder):
 def test_gsm8k_answers_are_the_numbers_after_the_mark(tmp_path):
     rows = [{"question": "Eggs?", "answer": "5 + 2 = <<5+2=7>>7\n#### 1,007"}]
     (tmp_path / "test.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    config = hub(
-        tmp_path,
-        config_name=None,
-        split="test",
-        prompt_field="question",
-        answer_field="answer",
-        verifier="gsm8k",
-        num_prompts=1,
-    )
-    prompts = load(config)
+    fields = {"prompt_field": "question", "answer_field": "answer", "verifier": "gsm8k"}
+    prompts = load(hub(tmp_path, config_name=None, split="test", num_prompts=1, **fields))
     assert prompts.answers == ["1007"]
     assert prompts.verifier is not None
     assert prompts.verifier("So there are 1007 eggs.", "1007")
@@ -386,7 +363,7 @@ def test_lengths_come_from_a_file(tmp_path, text):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "cannot be read: No such file"),
+        (None, "cannot be read: "),
         ("5\n0\n", "'0' is none"),
         ("five", "no list of lengths"),
         ("[1, 2.5]", "2.5 is none"),
@@ -401,16 +378,3 @@ def test_bad_files_of_lengths_are_explained(tmp_path, text, message):
         path.write_text(text)
     with pytest.raises(DatasetError, match=message):
         load(synthetic(num_prompts=3, lengths_file=str(path)))
-
-
-def test_prompt_that_is_no_unicode_is_named(tmp_path):
-    config = jsonl(tmp_path / "rows.jsonl", {"prompt": "fine"}, r'{"prompt": "\ud800 x"}', num_prompts=2)
-    with pytest.raises(DatasetError, match="not valid Unicode, at character"):
-        load(config)
-
-
-def test_byte_order_mark_is_no_part_of_the_first_row(tmp_path):
-    config = jsonl(tmp_path / "rows.jsonl", {"prompt": "fine"}, num_prompts=1)
-    file = tmp_path / "rows.jsonl"
-    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
-    assert len(load(config).prompt_ids) == 1

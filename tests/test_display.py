@@ -17,9 +17,9 @@ from cbexp.display import ProgressDisplay
 from cbexp.display.progress import REFRESH_INTERVAL_S
 from cbexp.display.units import format_bytes, format_number, format_seconds, format_share
 from cbexp.engine.types import StepInfo
-from cbexp.metrics import MemoryUse, RequestRecord, RoundRecord, RunFacts
+from cbexp.metrics import MemoryUse, RequestRecord, RoundRecord, RunDescription
 
-FACTS = RunFacts(
+FACTS = RunDescription(
     name="a-sweep-with-a-long-name",
     model="unsloth/Qwen3-4B-Base",
     dataset="dapo_math",
@@ -27,7 +27,6 @@ FACTS = RunFacts(
     device="cuda:0",
     dtype="bfloat16",
     compile_mode="max_autotune_no_cudagraphs",
-    compile_region="layer",
     fusion="projections",
     batch_shape="buckets",
     attn_impl="paged|flash_attention_2",
@@ -53,11 +52,9 @@ STATS = {
 }
 
 
-def requests_of(round_index: int, *reasons: str, num_tokens: int = 12) -> list[RequestRecord]:
+def requests_of(round_index: int, *reasons: str) -> list[RequestRecord]:
     return [
-        RequestRecord(
-            round_index, f"r{i}", reason, 30, num_tokens, 12, 0.001, 0.01, 0.002, 0.032, i == 0, "d", None
-        )
+        RequestRecord(round_index, f"r{i}", reason, 30, 12, 12, 0.001, 0.01, 0.002, 0.032, i == 0, "d", None)
         for i, reason in enumerate(reasons)
     ]
 
@@ -71,20 +68,16 @@ def round_of(requests: list[RequestRecord], wall_s: float = 0.5, is_warmup: bool
     return metrics.summarize_round(requests[0].round_index, is_warmup, 0.0, wall_s, requests, steps, memory)
 
 
-def summary_of(
-    *reasons: str, facts: RunFacts = FACTS, has_stats: bool = False, **request_options: int
-) -> dict:
-    requests = [requests_of(index, *reasons, **request_options) for index in range(3)]
+def summary_of(*reasons: str) -> dict:
+    requests = [requests_of(index, *reasons) for index in range(3)]
     rounds = [
         round_of(of_round, wall_s=0.5 + index / 10, is_warmup=index == 0)
         for index, of_round in enumerate(requests)
     ]
     flat = [request for of_round in requests for request in of_round]
-    stats = STATS if has_stats else {}
     durations_s = {"load_model": 12.3, "warmup": 0.045}
-    return metrics.summarize_run(
-        facts, rounds, flat, durations_s, None, ["cache.page_size is idle [here]"], stats
-    )
+    warnings = ["cache.page_size is idle [here]"]
+    return metrics.summarize_run(FACTS, rounds, flat, durations_s, None, warnings, {})
 
 
 class Screen:
@@ -123,48 +116,39 @@ def print_completed(summary: dict, directory: RunDirectory, **options) -> Screen
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
+    ("form", "value", "text"),
     [
-        (0, "0.00"),
-        (1.234, "1.23"),
-        (9.996, "10.0"),
-        (12.34, "12.3"),
-        (99.96, "100"),
-        (1234.5, "1,234"),
-        (0.001, "0.00"),
+        (format_number, 0, "0.00"),
+        (format_number, 1.234, "1.23"),
+        (format_number, 9.996, "10.0"),
+        (format_number, 12.34, "12.3"),
+        (format_number, 99.96, "100"),
+        (format_number, 1234.5, "1,234"),
+        (format_number, 0.001, "0.00"),
+        (format_seconds, 0.0000123, "12.3 us"),
+        (format_seconds, 0.00123, "1.23 ms"),
+        (format_seconds, 0.9999, "1.00 s"),
+        (format_seconds, 0.5, "500 ms"),
+        (format_seconds, 75.0, "75.0 s"),
+        (format_seconds, 1e4, "10,000 s"),
+        (format_share, 0.1234, "12.3 %"),
+        (format_share, -1e-18, "0.0 %"),
+        (format_bytes, 0, "0 B"),
+        (format_bytes, 1023, "1023 B"),
+        (format_bytes, 1024, "1.00 KiB"),
+        (format_bytes, 5 * 2**20, "5.00 MiB"),
+        (format_bytes, 2**40, "1,024 GiB"),
     ],
 )
-def test_numbers_have_three_digits_or_all_whole_ones(value, text):
-    assert format_number(value) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.0000123, "12.3 us"),
-        (0.00123, "1.23 ms"),
-        (0.9999, "1.00 s"),
-        (0.5, "500 ms"),
-        (75.0, "75.0 s"),
-        (1e4, "10,000 s"),
-    ],
-)
-def test_seconds_have_a_fitting_unit(seconds, text):
-    assert format_seconds(seconds) == text
-
-
-def test_shares_and_bytes():
-    assert format_share(0.1234) == "12.3 %"
-    assert format_share(-1e-18) == "0.0 %"
-    assert [format_bytes(size) for size in (0, 1023, 1024, 5 * 2**20, 2**40)] == [
-        "0 B", "1023 B", "1.00 KiB", "5.00 MiB", "1,024 GiB",
-    ]  # fmt: skip
+def test_figures_have_three_digits_and_a_fitting_unit(form, value, text):
+    assert form(value) == text
 
 
 # The final table
 
 
 def test_final_table_has_every_figure_with_its_unit(directory):
+    (directory.path / "more").write_bytes(b"x" * 2**20)
     words = print_completed(summary_of("eos", "length"), directory).words
     for expected in (
         "completed, 2 timed round(s) after 1 of warmup, all 4 requests finished",
@@ -189,40 +173,54 @@ def test_final_table_has_every_figure_with_its_unit(directory):
         "compile max_autotune_no_cudagraphs",
         "random LoRA of rank 16",
         "bfloat16 on cuda:0",
+        "results outputs/default/2026-11-30_06-00-00 (1.00 MiB)",
     ):
         assert expected in words
+    assert "compiled" not in words
 
 
-def test_compiling_and_idleness_are_told_where_the_driver_knows_them(directory):
-    assert "compiled" not in print_completed(summary_of("eos"), directory).words
-    words = print_completed(summary_of("eos", has_stats=True), directory).words
-    assert "device idle 3.4 %" in words
-    assert "compiled in 12.5 s, 9 graphs captured in 750 ms; 2 skipped cudagraphs; 1,234 replays" in words
-    without_graphs = STATS | {"graphs": 0, "replays": 0, "capture_s": 0.0, "skipped_cudagraphs": 0}
-    words = print_completed(summary_of("eos") | without_graphs, directory).words
-    assert "compiled in 12.5 s memory" in words
+FIXED = {"is_fixed_length": True}
+LIMITED = FIXED | {"has_limits_per_prompt": True}
+WITHOUT_GRAPHS = STATS | {"graphs": 0, "replays": 0, "capture_s": 0.0, "skipped_cudagraphs": 0}
+ROOFLINE = {"roofline_fraction": 0.71, "bandwidth_bytes_per_s": 4.3e12}
+DIFFERING = {"are_rounds_identical": False, "num_differing_requests": 1}
 
 
-def test_roofline_is_told_with_its_bandwidth(directory):
-    summary = summary_of("eos") | {"roofline_fraction": 0.71, "bandwidth_bytes_per_s": 4.3e12}
-    words = print_completed(summary, directory).words
-    assert "decode at 71.0 % of the memory limit (4.30 TB/s)" in words
-
-
-def test_limits_of_the_prompts_own_are_told(directory):
-    facts = RunFacts(**(FACTS.to_dict() | {"is_fixed_length": True, "has_limits_per_prompt": True}))
-    words = print_completed(summary_of("length", facts=facts), directory).words
-    assert "12 output tokens a round, fixed lengths of up to 12" in words
+@pytest.mark.parametrize(
+    ("reasons", "changes", "expected"),
+    [
+        ("eos", STATS, "device idle 3.4 %"),
+        (
+            "eos",
+            STATS,
+            "compiled in 12.5 s, 9 graphs captured in 750 ms; 2 skipped cudagraphs; 1,234 replays",
+        ),
+        ("eos", WITHOUT_GRAPHS, "compiled in 12.5 s memory"),
+        ("eos", ROOFLINE, "decode at 71.0 % of the memory limit (4.30 TB/s)"),
+        ("length length", FIXED, "24 output tokens a round, fixed length 12"),
+        ("length", LIMITED, "12 output tokens a round, fixed lengths of up to 12"),
+        ("length", FIXED | {"num_short": 4}, "4 request(s) SHORT of the fixed length 12"),
+        (
+            "eos eos",
+            DIFFERING,
+            "NOT identical: the completions of 1 of 2 requests differ between timed rounds",
+        ),
+        ("eos failed lost", {}, "but 2 FAILED and 2 LOST of 6 requests"),
+    ],
+)
+def test_what_a_run_has_beside_is_in_the_table(directory, reasons, changes, expected):
+    assert expected in print_completed(summary_of(*reasons.split()) | changes, directory).words
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
 @pytest.mark.parametrize("width", [100, 60])
 def test_final_table_fits(directory, monkeypatch, is_terminal, width):
     monkeypatch.setenv("NO_COLOR", "1")
-    summary = summary_of("eos", "length", has_stats=True) | {
-        "tracking": "W&B offline (no credentials for https://api.example); upload with: wandb sync outputs/x",
-        "warnings": ["a warning of many words " * 20],
-    }
+    summary = summary_of("eos", "length") | STATS
+    summary["tracking"] = (
+        "W&B offline (no credentials for https://api.example); upload with: wandb sync outputs/x"
+    )
+    summary["warnings"] = ["a warning of many words " * 20]
     screen = print_completed(summary, directory, is_terminal=is_terminal, width=width)
     shown = re.sub(r"\x1b\[[0-9;]*m", "", screen.text)
     assert max(len(line) for line in shown.splitlines()) <= width
@@ -234,52 +232,22 @@ def test_paths_and_commands_are_not_broken(directory):
     assert path in print_completed(summary, directory).text
 
 
-def test_results_are_named_relative_to_the_launch_folder_with_their_size(directory):
-    (directory.path / "more").write_bytes(b"x" * 2**20)
-    assert (
-        "results outputs/default/2026-11-30_06-00-00 (1.00 MiB)"
-        in print_completed(summary_of("eos"), directory).words
-    )
-
-
-def test_no_color_and_no_terminal_mean_plain_ascii_text(directory, monkeypatch):
-    assert "\x1b" not in print_completed(summary_of("eos"), directory).text
+def test_failures_are_in_red_on_a_terminal_alone_and_without_no_color(directory, monkeypatch):
+    summary = summary_of("eos", "failed")
+    lines = print_completed(summary, directory, is_terminal=True).text.splitlines()
+    assert all("\x1b[1;31m" in line for line in lines if "FAILED" in line)
+    assert "\x1b" not in print_completed(summary, directory).text
     monkeypatch.setenv("NO_COLOR", "1")
-    colors = ("\x1b[31", "\x1b[32", "\x1b[33", "\x1b[1;31")
-    assert not any(
-        color in print_completed(summary_of("eos"), directory, is_terminal=True).text for color in colors
-    )
+    text = print_completed(summary, directory, is_terminal=True).text
+    assert not any(color in text for color in ("\x1b[31", "\x1b[32", "\x1b[33", "\x1b[1;31"))
+
+
+def test_table_is_plain_ascii_where_there_is_nothing_else(directory):
     file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    ProgressDisplay(Console(file=file, width=100)).print_outcome(
-        "completed", summary_of("eos"), None, directory
-    )
+    display = ProgressDisplay(Console(file=file, width=100))
+    display.print_outcome("completed", summary_of("eos"), None, directory)
     file.flush()
     assert b"output tokens/s" in file.buffer.getvalue()
-
-
-def test_failed_and_lost_requests_are_loud(directory):
-    screen = print_completed(summary_of("eos", "failed", "lost"), directory, is_terminal=True)
-    assert "but 2 FAILED and 2 LOST of 6 requests" in screen.text
-    (line,) = [line for line in screen.text.splitlines() if "FAILED" in line]
-    assert "\x1b[1;31m" in line
-
-
-def test_fixed_length_runs_say_so_and_name_short_requests(directory):
-    facts = RunFacts(**(FACTS.to_dict() | {"is_fixed_length": True}))
-    assert (
-        "24 output tokens a round, fixed length 12"
-        in print_completed(summary_of("length", "length", facts=facts), directory).words
-    )
-    assert (
-        "4 request(s) SHORT of the fixed length 12"
-        in print_completed(summary_of("length", "length", facts=facts, num_tokens=11), directory).words
-    )
-
-
-def test_differing_rounds_are_told(directory):
-    summary = summary_of("eos", "eos") | {"are_rounds_identical": False, "num_differing_requests": 1}
-    words = print_completed(summary, directory).words
-    assert "NOT identical: the completions of 1 of 2 requests differ between timed rounds" in words
 
 
 def test_driver_without_steps_and_device_has_a_table_too(directory):
@@ -288,9 +256,7 @@ def test_driver_without_steps_and_device_has_a_table_too(directory):
     summary = metrics.summarize_run(FACTS, [record], requests, {}, None, [], {})
     text = print_completed(summary, directory).text
     assert "process peak 0.50 GiB" in text
-    assert "decode step" not in text
-    assert "prefill" not in text
-    assert "identical" not in text
+    assert not any(word in text for word in ("decode step", "prefill", "identical"))
 
 
 # Other ends
@@ -302,12 +268,11 @@ def test_driver_without_steps_and_device_has_a_table_too(directory):
 )
 def test_bad_ends_go_to_stderr_with_reason_and_records(directory, status, word):
     screen = Screen()
-    screen.display.print_outcome(status, None, "the reason [/bold] in brackets", directory)
+    screen.display.print_outcome(status, None, "the reason [/bold] in brackets\nand more", directory)
     assert screen.text == ""
-    lines = screen.errors.getvalue().splitlines()
-    assert lines[0] == f"{word}: the reason [/bold] in brackets"
-    assert lines[1].startswith("records      outputs/default/2026-11-30_06-00-00 (")
-    assert len(lines) == 2
+    first, second, records = screen.errors.getvalue().splitlines()
+    assert (first, second) == (f"{word}: the reason [/bold] in brackets", "and more")
+    assert records.startswith("records      outputs/default/2026-11-30_06-00-00 (")
 
 
 def test_failure_with_a_traceback_file_names_it(directory):
@@ -315,12 +280,6 @@ def test_failure_with_a_traceback_file_names_it(directory):
     screen = Screen()
     screen.display.print_outcome("failed", None, "x", directory)
     assert "traceback    outputs/default/2026-11-30_06-00-00/traceback.txt" in screen.errors.getvalue()
-
-
-def test_message_of_several_lines_keeps_them(directory):
-    screen = Screen()
-    screen.display.print_outcome("failed", None, "first\nsecond", directory)
-    assert screen.errors.getvalue().splitlines()[:2] == ["FAILED: first", "second"]
 
 
 # Before and during rounds
@@ -380,7 +339,8 @@ def decode_step(end_s: float, num_finished: int = 0) -> StepInfo:
     return StepInfo("decode", 1, 2, 2, 0, None, end_s, end_s, 0, num_finished, 0.125)
 
 
-def test_without_a_terminal_a_round_is_one_line():
+def test_without_a_terminal_a_round_is_one_line(monkeypatch):
+    monkeypatch.setattr("cbexp.display.progress.NOTEWORTHY_PHASE_S", float("inf"))
     screen = Screen()
     record = round_of(requests_of(3, "eos", "length"))
     with screen.display.showing_phase("load_model"):
@@ -432,21 +392,16 @@ def test_terminal_that_cannot_move_its_cursor_gets_plain_lines(monkeypatch):
     assert screen.text == ""
 
 
-def test_refreshes_are_rare_and_steps_cheap():
+def test_refreshes_are_rare():
     screen = Screen(is_terminal=True)
-    num_steps = 20_000
+    num_steps = 2_000
     with screen.display.showing_round(1, False, 32):
         start_s = time.perf_counter()
         for index in range(num_steps):
-            screen.display.on_step(index, decode_step(start_s + index / 1000))
-        took_s = time.perf_counter() - start_s
+            screen.display.on_step(index, decode_step(start_s + index / 100))
     num_refreshes = screen.text.count("requests done")
-    assert (
-        0.5 * num_steps / 1000 / REFRESH_INTERVAL_S
-        < num_refreshes
-        <= num_steps / 1000 / REFRESH_INTERVAL_S + 2
-    )
-    assert took_s / num_steps < 100e-6
+    expected = num_steps / 100 / REFRESH_INTERVAL_S
+    assert 0.5 * expected < num_refreshes <= expected + 2
 
 
 def test_long_phase_leaves_a_line(monkeypatch):
@@ -457,13 +412,12 @@ def test_long_phase_leaves_a_line(monkeypatch):
     assert screen.text.startswith("load model   ")
 
 
-def test_width_is_100_columns_at_most_and_where_it_is_unknown(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("columns", "widths"), [(None, range(90, 101)), ("300", range(90, 101)), ("50", range(51))]
+)
+def test_width_is_100_columns_at_most_and_where_it_is_unknown(monkeypatch, capsys, columns, widths):
     monkeypatch.delenv("COLUMNS", raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
     ProgressDisplay().print_line("word " * 60)
-    assert max(map(len, capsys.readouterr().out.splitlines())) in range(90, 101)
-    monkeypatch.setenv("COLUMNS", "300")
-    ProgressDisplay().print_line("word " * 60)
-    assert max(map(len, capsys.readouterr().out.splitlines())) in range(90, 101)
-    monkeypatch.setenv("COLUMNS", "50")
-    ProgressDisplay().print_line("word " * 60)
-    assert max(map(len, capsys.readouterr().out.splitlines())) <= 50
+    assert max(map(len, capsys.readouterr().out.splitlines())) in widths

@@ -11,10 +11,13 @@ import pytest
 import torch
 from transformers.utils import import_utils
 
-from cbexp.config import DatasetConfig, DriverConfig, ExperimentConfig, ModelConfig, SamplingConfig
+from cbexp.config import ExperimentConfig
 from cbexp.errors import ConfigError, ModelError
-from cbexp.factory import build_plan, summarize_dry_run
-from tests.model_fixtures import QWEN3, TINY
+from cbexp.planning.dry_run import summarize_dry_run
+from cbexp.planning.plan import build_plan
+from tests.model_fixtures import TINY
+from tests.test_factory import QWEN3
+from tests.test_factory import experiment as any_experiment
 
 # Distribution and the module that it brings: two versions share one.
 PACKAGES = {
@@ -65,24 +68,15 @@ def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Install
 
 
 def experiment(name: str, architecture: dict[str, Any] = QWEN3, driver: str = "sync") -> ExperimentConfig:
-    return ExperimentConfig(
-        model=ModelConfig(
-            name="test", init="random", architecture=architecture, device="cuda", attn_implementation=name
-        ),
-        dataset=DatasetConfig(kind="synthetic", name="synthetic", num_prompts=2, min_length=5, max_length=5),
-        sampling=SamplingConfig(max_new_tokens=8, ignore_eos=True),
-        driver=DriverConfig(name=driver),
-    )
+    return any_experiment(architecture, driver, device="cuda", attention=name)
 
 
 @pytest.mark.parametrize("driver", ["sync", "manager", "generate"])
 @pytest.mark.parametrize("name", PACKAGES)
 def test_a_version_is_planned_where_its_package_is(install, name, driver):
     install([name])
-    plan, report = (
-        build_plan(experiment(name, driver=driver)),
-        summarize_dry_run(experiment(name, driver=driver)),
-    )
+    config = experiment(name, driver=driver)
+    plan, report = build_plan(config), summarize_dry_run(config)
     assert (str(plan.device), plan.dtype) == ("cuda:0", torch.bfloat16)
     assert plan.attention.implementation == plan.to_dict()["attn_implementation"] == name
     assert report.attn_implementation == name
@@ -110,9 +104,8 @@ def test_another_name_is_answered_with_all_versions(install, plan):
 
 def test_a_model_that_has_one_version_alone_is_planned_with_it(install):
     install(PACKAGES)
-    assert (
-        build_plan(experiment("flash_attention_4", GPT_OSS)).attention.implementation == "flash_attention_4"
-    )
+    plan = build_plan(experiment("flash_attention_4", GPT_OSS))
+    assert plan.attention.implementation == "flash_attention_4"
     with pytest.raises(ModelError, match=r"GptOssForCausalLM does not work with it. Use .*flash_attention_4"):
         build_plan(experiment("flash_attention_3", GPT_OSS))
 

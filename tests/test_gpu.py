@@ -1,5 +1,6 @@
 """On a CUDA device: every driver gives `generate`'s tokens in float32, and the embedded model its answers in bf16."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,12 @@ from cbexp.config import (
     TrackingConfig,
 )
 from cbexp.dataset.arithmetic import build_questions, verify_answer
+from cbexp.drivers.generate import GenerateDriver
+from cbexp.drivers.manager import ManagerDriver
+from cbexp.drivers.registry import DRIVERS
 from cbexp.engine import CBSyncConfig, SyncCBDriver
+from cbexp.engine.types import COMPILE_MODES
 from cbexp.experiment import run_experiment
-from cbexp.peers.base import PeerConfig
-from cbexp.peers.generate import GenerateDriver
-from cbexp.peers.manager import ManagerDriver
 
 pytestmark = pytest.mark.gpu
 
@@ -64,19 +66,13 @@ def generate_alone(model, prompt):
 
 
 def build_driver(kind, model):
+    config = CBSyncConfig(max_new_tokens=NEW_TOKENS, eos_token_id=(), pad_token_id=0, **BATCH)
     if kind == "sync":
-        config = CBSyncConfig(max_new_tokens=NEW_TOKENS, eos_token_id=(), **BATCH)
         return SyncCBDriver(model, config=config)
-    config = PeerConfig(
-        max_new_tokens=NEW_TOKENS,
-        eos_token_ids=(),
-        pad_token_id=0,
-        compile_mode="auto",
-        allow_block_sharing=False,
-        scheduler="fifo",
-        **BATCH,
-    )
-    return {"manager": ManagerDriver, "generate": GenerateDriver}[kind](model, config)
+    if kind == "generate":
+        return GenerateDriver(model, config)
+    mode = DRIVERS["manager"].auto_mode("cuda", model.config._attn_implementation)
+    return ManagerDriver(model, dataclasses.replace(config, compile_mode=mode))
 
 
 @pytest.mark.parametrize("kind", ["sync", "manager", "generate"])
@@ -213,21 +209,9 @@ def plain_accuracy(arithmetic):
     return percentage
 
 
-# By default decoder layers run fused; where layers are compiled, projections do.
-MODES = {
-    "eager": {},
-    "default": {"compile_mode": "default"},
-    "reduce_overhead": {"compile_mode": "reduce-overhead"},
-    "max_autotune": {"compile_mode": "max-autotune"},
-    "max_autotune_no_cudagraphs": {"compile_mode": "max-autotune-no-cudagraphs"},
-    "cuda_graph": {"cuda_graph": True},
-    "compiled_cuda_graph": {"compile_mode": "default", "cuda_graph": True},
-    "compiled_cuda_graph by layer": {
-        "compile_mode": "default",
-        "cuda_graph": True,
-        "compile_region": "layer",
-    },
-    "cuda_graph, nothing fused": {"cuda_graph": True, "fusion": "none"},
+# By default decoder layers run fused.
+MODES = {mode: {"compile_mode": mode} for mode in COMPILE_MODES} | {
+    "cuda_graph, nothing fused": {"compile_mode": "cuda_graph", "fusion": "none"}
 }
 
 

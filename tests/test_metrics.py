@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from typing import Any
 
 import pytest
 
 from cbexp import metrics
 from cbexp.engine.types import Completion, FinishReason, RequestTimings, StepInfo, StepKind
-from cbexp.metrics import MemoryUse, RequestRecord, RoundRecord, RunFacts
+from cbexp.metrics import MemoryUse, RequestRecord, RoundRecord, RunDescription
 
-FACTS = RunFacts(
+DESCRIPTION = RunDescription(
     name="default",
     model="tiny",
     dataset="arithmetic",
@@ -19,7 +20,6 @@ FACTS = RunFacts(
     device="cpu",
     dtype="float32",
     compile_mode="eager",
-    compile_region="model",
     fusion="none",
     batch_shape="buckets",
     attn_impl="paged|sdpa",
@@ -65,19 +65,26 @@ def one_round(index: int, wall_s: float, requests: list[RequestRecord], **option
 
 
 def one_run(
-    rounds: list[RoundRecord],
-    requests: list[RequestRecord],
-    facts: RunFacts = FACTS,
-    roofline=None,
-    compile_stats=None,
+    rounds: list[RoundRecord], requests: list[RequestRecord] | list[list[RequestRecord]], **options: Any
 ) -> dict:
+    """A summary of rounds with the same requests, or with those of each timed round."""
+    timed = [record for record in rounds if not record.is_warmup]
+    each = requests if requests and isinstance(requests[0], list) else [requests] * len(timed)
     numbered = [
         dataclasses.replace(request, round_index=record.round_index)
-        for record in rounds
-        for request in requests
+        for record, own in zip(timed, each, strict=True)
+        for request in own
     ]
+    description, roofline = options.get("description", DESCRIPTION), options.get("roofline")
     return metrics.summarize_run(
-        facts, rounds, numbered, {"load": 1.5, "warmup": 2.0}, roofline, ["be careful"], compile_stats or {}
+        description,
+        rounds,
+        numbered,
+        {"load": 1.5, "warmup": 2.0},
+        roofline,
+        ["be careful"],
+        options.get("compile_stats", {}),
+        options.get("idle", ()),
     )
 
 
@@ -195,12 +202,13 @@ def test_digest_depends_on_ids_order_and_reason():
 # Steps
 
 
-def test_step_record_counts_from_the_start_of_the_round():
-    records = metrics.summarize_step_records(2, 100.0, [step("decode", 100.5, 101.25, num_finished=1)])
-    assert len(records) == 1
-    record = records[0].to_dict()
-    assert (record["round_index"], record["step_index"], record["kind"]) == (2, 0, "decode")
-    assert (record["start_s"], record["duration_s"], record["num_finished"]) == (0.5, 0.75, 1)
+def test_a_steps_row_counts_from_the_start_of_the_round_and_has_the_durations_in_place_of_the_end():
+    (row,) = metrics.step_rows(2, 100.0, [step("decode", 100.5, 101.25, num_finished=1)])
+    assert list(row.items()) == [
+        ("round_index", 2), ("step_index", 0), ("kind", "decode"), ("num_steps", 1), ("num_requests", 2),
+        ("num_tokens", 2), ("num_padding", 0), ("bucket", None), ("start_s", 0.5), ("duration_s", 0.75),
+        ("num_waiting", 0), ("num_finished", 1), ("cache_used_fraction", 0.5),
+    ]  # fmt: skip
 
 
 def test_shares_of_time_add_up_to_the_wall_time():
@@ -328,13 +336,9 @@ def test_summary_takes_the_median_round_and_ignores_warmup():
 
 def test_decode_tps_is_tokens_over_median_wall_of_an_even_number_of_rounds():
     short, long = [one_request(num_tokens=3)], [one_request(num_tokens=10)]
-    rounds = [
-        one_round(0, 1.0, short),
-        one_round(1, 2.0, short),
-        one_round(2, 4.0, long),
-        one_round(3, 9.0, long),
-    ]
-    summary = metrics.summarize_run(FACTS, rounds, _numbered([short, short, long, long]), {}, None, [], {})
+    walls = [(1.0, short), (2.0, short), (4.0, long), (9.0, long)]
+    rounds = [one_round(index, wall_s, requests) for index, (wall_s, requests) in enumerate(walls)]
+    summary = one_run(rounds, [short, short, long, long])
     assert (summary["median_wall_s"], summary["n_decoded_tokens"]) == (3.0, 6.5)
     assert summary["decode_tps"] == pytest.approx(6.5 / 3.0)
     assert summary["output_tokens_per_s"]["median"] == pytest.approx(summary["decode_tps"])
@@ -357,7 +361,7 @@ def test_summary_has_the_keys_that_scripts_read():
     }
     assert {key: summary[key] for key in keys} == keys
     assert summary["durations_s"] == {"load": 1.5, "warmup": 2.0}
-    assert summary["warnings"] == ["be careful"]
+    assert (summary["warnings"], summary["settings_without_effect"]) == (["be careful"], [])
     json.dumps(summary, allow_nan=False)
 
 
@@ -368,9 +372,7 @@ def test_summary_pools_requests_and_accuracy_over_timed_rounds():
         one_round(0, 1.0, [right, right]),
         one_round(1, 1.0, [right, wrong]),
     ]
-    summary = metrics.summarize_run(
-        FACTS, rounds, _numbered([[right, right], [right, wrong]]), {}, None, [], {}
-    )
+    summary = one_run(rounds, [[right, right], [right, wrong]])
     assert (summary["num_judged"], summary["num_correct"], summary["accuracy"]) == (4, 3, 0.75)
     assert (summary["latency_s"]["p50"], summary["latency_s"]["max"]) == (1.0, 3.0)
     assert summary["completion_tokens"]["mean"] == 4.0
@@ -379,12 +381,12 @@ def test_summary_pools_requests_and_accuracy_over_timed_rounds():
 def test_fixed_length_run_reports_short_requests():
     requests = [one_request(num_tokens=4), one_request(num_tokens=3)]
     record = one_round(0, 1.0, requests)
-    fixed = dataclasses.replace(FACTS, is_fixed_length=True)
-    assert one_run([record], requests, fixed)["num_short"] == 1
-    assert one_run([record], requests, fixed)["is_fixed_length"] is True
+    fixed = {"description": dataclasses.replace(DESCRIPTION, is_fixed_length=True)}
+    assert one_run([record], requests, **fixed)["num_short"] == 1
+    assert one_run([record], requests, **fixed)["is_fixed_length"] is True
     assert one_run([record], requests)["num_short"] is None
     own_limits = [one_request(num_tokens=4), one_request(num_tokens=3, max_new_tokens=3)]
-    assert one_run([one_round(0, 1.0, own_limits)], own_limits, fixed)["num_short"] == 0
+    assert one_run([one_round(0, 1.0, own_limits)], own_limits, **fixed)["num_short"] == 0
 
 
 def test_failures_are_counted_by_reason():
@@ -396,26 +398,9 @@ def test_failures_are_counted_by_reason():
 
 def test_identical_rounds_are_told_from_differing_ones():
     a, b = one_request(), one_request(completion_digest=metrics.digest_ids([1]))
-    same = metrics.summarize_run(
-        FACTS,
-        [one_round(0, 1.0, [a, b]), one_round(1, 1.0, [a, b])],
-        _numbered([[a, b], [a, b]]),
-        {},
-        None,
-        [],
-        {},
-    )
-    assert (same["are_rounds_identical"], same["num_differing_requests"]) == (True, 0)
-    other = metrics.summarize_run(
-        FACTS,
-        [one_round(0, 1.0, [a, b]), one_round(1, 1.0, [a, a])],
-        _numbered([[a, b], [a, a]]),
-        {},
-        None,
-        [],
-        {},
-    )
-    assert (other["are_rounds_identical"], other["num_differing_requests"]) == (False, 1)
+    for second, expected in (([a, b], (True, 0)), ([a, a], (False, 1))):
+        summary = one_run([one_round(0, 1.0, [a, b]), one_round(1, 1.0, second)], [[a, b], second])
+        assert (summary["are_rounds_identical"], summary["num_differing_requests"]) == expected
     alone = one_run([one_round(0, 1.0, [a])], [a])
     assert alone["are_rounds_identical"] is None
 
@@ -436,9 +421,7 @@ def test_step_figures_are_medians_over_rounds():
 
 def test_driver_without_steps_has_no_step_figures():
     summary = one_run([one_round(0, 1.0, [one_request()])], [one_request()])
-    assert summary["decode_step_s"] is None
-    assert summary["decode_share"] is None
-    assert summary["peak_cache_used"] is None
+    assert {summary[key] for key in ("decode_step_s", "decode_share", "peak_cache_used")} == {None}
 
 
 def test_peak_memory_is_the_largest_of_the_timed_rounds_in_decimal_gigabytes():
@@ -505,7 +488,7 @@ def test_summary_has_what_the_driver_counted_and_nothing_else():
     assert summary["bandwidth_bytes_per_s"] is None
 
 
-# Identity of the work
+# Identity of the workload
 
 
 def test_workload_hash_is_stable_and_sees_every_part():
@@ -517,11 +500,3 @@ def test_workload_hash_is_stable_and_sees_every_part():
     )
     others = [([[1], [2, 3]], *work[1:]), (work[0], 511, work[2]), (work[0], 512, {"ignore_eos": False})]
     assert metrics.workload_hash(*work) not in {metrics.workload_hash(*other) for other in others}
-
-
-def _numbered(rounds: list[list[RequestRecord]]) -> list[RequestRecord]:
-    return [
-        dataclasses.replace(request, round_index=index)
-        for index, requests in enumerate(rounds)
-        for request in requests
-    ]

@@ -27,8 +27,9 @@ BROUGHT_BY_TORCH = {"triton"}
 OF_ANOTHER_INTERPRETER = {"vllm"}
 
 
-def read_project():
-    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+def read_dependencies():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return list(map(Requirement, project["dependencies"]))
 
 
 def read_pins():
@@ -40,7 +41,7 @@ def list_third_party_packages(folder):
     """Return the top names of what modules under `folder` import, without the standard library and ourselves."""
     names = set()
     for path in folder.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):
                 names.update(alias.name.partition(".")[0] for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
@@ -87,7 +88,7 @@ def list_unpinned():
 
 
 def test_every_import_is_a_declared_dependency_and_nothing_idle_is_declared():
-    declared = {canonicalize_name(Requirement(line).name) for line in read_project()["dependencies"]}
+    declared = {canonicalize_name(requirement.name) for requirement in read_dependencies()}
     distributions = importlib.metadata.packages_distributions()
     imported = {
         canonicalize_name(distributions[package][0])
@@ -101,7 +102,7 @@ def test_the_engine_needs_torch_and_transformers_alone():
 
 
 def test_every_dependency_has_a_range():
-    for requirement in map(Requirement, read_project()["dependencies"]):
+    for requirement in read_dependencies():
         operators = {specifier.operator for specifier in requirement.specifier}
         assert operators == {">=", "<"}, requirement
 
@@ -129,23 +130,13 @@ def run_python(*arguments, folder, **environment):
         env=kept | environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
 
 
 def build(source, target):
-    command = (
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "--wheel-dir",
-        target,
-        source,
-    )
-    result = run_python(*command, folder=target)
+    options = ("--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir")
+    result = run_python("-m", "pip", "wheel", *options, target, source, folder=target)
     assert result.returncode == 0, result.stderr
     (wheel,) = target.glob("*.whl")
     return wheel
@@ -161,6 +152,7 @@ def list_files(folder, prefix):
     return {f"{prefix}/{path.relative_to(folder).as_posix()}" for path in paths}
 
 
+@pytest.mark.slow
 def test_the_wheel_carries_the_package_its_choices_and_its_model(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     expected = list_files(PACKAGE, "cbexp") | list_files(ROOT / "conf", "cbexp/conf")
@@ -171,6 +163,7 @@ def test_the_wheel_carries_the_package_its_choices_and_its_model(wheel):
     assert others == {"cbexp-0.1.0.dist-info"}
 
 
+@pytest.mark.slow
 def test_the_wheel_made_from_the_source_archive_is_the_same(wheel, tmp_path):
     result = run_python("-m", "hatchling", "build", "-t", "sdist", "-d", tmp_path, folder=ROOT)
     assert result.returncode == 0, result.stderr
@@ -189,19 +182,14 @@ def installed(wheel, tmp_path_factory):
     return target
 
 
+@pytest.mark.slow
 def test_the_installed_wheel_is_what_runs(installed, tmp_path):
-    result = run_python(
-        "-c", "import cbexp; print(cbexp.__file__)", folder=tmp_path, PYTHONPATH=str(installed)
-    )
+    code = "import cbexp; print(cbexp.__file__)"
+    result = run_python("-c", code, folder=tmp_path, PYTHONPATH=str(installed))
     assert result.stdout.strip() == str(installed / "cbexp/__init__.py")
 
 
-def test_the_installed_wheel_explains_itself(installed, tmp_path):
-    result = run_python("-m", "cbexp", "--help", folder=tmp_path, PYTHONPATH=str(installed))
-    assert result.returncode == 0, result.stderr
-    assert "compile" in result.stdout
-
-
+@pytest.mark.slow
 def test_the_installed_command_makes_a_dry_run(installed, tmp_path):
     command = installed / "bin/cbexp"
     result = run_python(command, "dry_run=true", folder=tmp_path, PYTHONPATH=str(installed))
@@ -209,6 +197,7 @@ def test_the_installed_command_makes_a_dry_run(installed, tmp_path):
     assert "weights" in result.stdout.lower()
 
 
+@pytest.mark.slow
 def test_the_installed_wheel_takes_a_users_own_choices(installed, tmp_path):
     (tmp_path / "mine/sampling").mkdir(parents=True)
     (tmp_path / "mine/sampling/short.yaml").write_text("defaults: [greedy]\nmax_new_tokens: 3\n")
@@ -218,6 +207,7 @@ def test_the_installed_wheel_takes_a_users_own_choices(installed, tmp_path):
     assert "max_new_tokens: 3" in result.stdout
 
 
+@pytest.mark.slow
 def test_the_installed_wheel_runs_the_smoke_experiment(installed, tmp_path):
     arguments = ("experiment=smoke", "tracking=disabled", "stats_path=stats.json")
     result = run_python("-m", "cbexp", *arguments, folder=tmp_path, PYTHONPATH=str(installed))

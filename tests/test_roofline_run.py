@@ -44,9 +44,9 @@ def calls(monkeypatch):
         order.append(f"bandwidth of {device}")
         return BANDWIDTH
 
-    def build(*arguments):
+    def build(*arguments, **options):
         order.append("driver")
-        return build_driver(*arguments)
+        return build_driver(*arguments, **options)
 
     monkeypatch.setattr(job, "load_model", lambda *a: dataclasses.replace(load_model(*a), device=CUDA))
     monkeypatch.setattr(job, "build_driver", build)

@@ -8,14 +8,17 @@ import os
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from cbexp.drivers.vllm import start
+from cbexp.drivers.vllm.driver import VllmDriver
 from cbexp.engine.types import EngineError
 from cbexp.errors import ConfigError, MemoryBudgetError, NotApplicableError
-from cbexp.peers.vllm_driver import VllmDriver
 from cbexp.rounds import measure_round_memory
+from tests.sweep.conftest import is_running, wait_until
 from tests.vllm_fixtures import FakeVllm, build, complete, experiment
 
 
@@ -28,30 +31,14 @@ def fake(monkeypatch, tmp_path):
 def make_driver(fake):
     drivers = []
 
-    def make(config=None, on_progress=lambda _: None, **changes):
-        driver, _, prompts = build(config or experiment(fake, **changes), fake, on_progress)
+    def make(on_progress=lambda _: None, **changes):
+        driver, prompts = build(experiment(fake, **changes), fake, on_progress)
         drivers.append(driver)
         return driver, prompts
 
     yield make
     for driver in drivers:
         driver.close()
-
-
-def is_alive(pid):
-    """A zombie has ended."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until(condition, timeout_s=10):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_rounds_on_one_warm_engine(make_driver, fake):
@@ -83,10 +70,9 @@ def test_generations_are_requests_of_their_own_and_share_blocks(make_driver, fak
 
 
 def test_our_stop_ids_end_a_completion(make_driver):
-    driver, prompts = make_driver()
+    _, prompts = make_driver()
     stop = complete(prompts[0], 8)[2]
-    driver.close()
-    driver, prompts = make_driver(ignore_eos=False, eos_token_ids=[stop])
+    driver, _ = make_driver(ignore_eos=False, eos_token_ids=[stop])
     driver.add_requests(prompts[:1])
     (completion,) = driver.drive_until_empty().values()
     assert completion.finish_reason == "eos"
@@ -129,6 +115,7 @@ def test_what_vllm_takes_of_a_gpu_is_what_is_in_use_more(make_driver, fake, monk
     driver.drive_until_empty()
     assert driver.device_bytes == 512 * 2**20
     memory = measure_round_memory(driver, torch.device("meta"))
+    assert measure_round_memory(None, torch.device("meta")).peak_reserved_gib is None
     assert (memory.peak_reserved_gib, memory.peak_allocated_gib) == (0.5, None)
     program.write_text("#!/bin/sh\nexit 9\n")
     driver.add_requests(prompts)
@@ -171,11 +158,7 @@ def test_what_vllm_prints_is_in_its_log(make_driver, fake):
     log_path = fake.tmp_path / "vllm.log"
     wait_until(lambda: "the engine's process prints" in log_path.read_text())
     log = log_path.read_text()
-    for line in (
-        "prints on stdout when it is imported",
-        "descriptor of stdout",
-        "prints on stdout in a round",
-    ):
+    for line in ("on stdout when it is imported", "descriptor of stdout", "prints on stdout in a round"):
         assert line in log
 
 
@@ -265,11 +248,19 @@ def test_a_wrapper_that_prints_on_stdout_is_told_not_to(make_driver, fake, line)
     assert str(fake.tmp_path / "vllm.log") in str(raised.value)
 
 
-def test_a_start_that_hangs_ends_in_time_and_says_where(make_driver, fake):
+def test_a_start_that_hangs_ends_in_time_and_says_where(make_driver, fake, monkeypatch):
     fake.misbehave("hang_at_start")
-    told = []
-    driver, _ = make_driver(driver={"start_timeout_s": 2.0}, on_progress=told.append)
-    with pytest.raises(EngineError, match=r"driver.start_timeout_s=2 .*Capturing CUDA graphs:  60%"):
+    log_path, told = fake.tmp_path / "vllm.log", []
+
+    def on_progress(text):
+        told.append(text)
+        if "loading weights" in text:
+            wait_until(lambda: "60%" in log_path.read_text())
+            later_s = time.monotonic() + 1200
+            monkeypatch.setattr(start, "time", SimpleNamespace(monotonic=lambda: later_s))
+
+    driver, _ = make_driver(on_progress=on_progress)
+    with pytest.raises(EngineError, match=r"driver.start_timeout_s=1200 .*Capturing CUDA graphs:  60%"):
         driver.warmup()
     assert told[-1] == "vLLM: loading weights, compiling and capturing ..."
 
@@ -290,7 +281,7 @@ def test_a_round_that_breaks_fails_its_requests_and_leaves_a_usable_driver(make_
     with pytest.raises(EngineError, match=text):
         driver.drive_until_empty()
     assert {c.finish_reason for c in driver.partial_completions.values()} == {"failed"}
-    wait_until(lambda: not is_alive(fake.notes("engine_core")[0]))
+    wait_until(lambda: not is_running(fake.notes("engine_core")[0]))
     fake.misbehave("")
     driver.add_requests(prompts)
     assert [c.completion_ids for c in driver.drive_until_empty().values()] == [
@@ -311,39 +302,22 @@ def test_ctrl_c_ends_the_worker_and_all_that_it_started(make_driver, fake):
     fake.misbehave("hang_in_round")
     driver.warmup()
     driver.add_requests(prompts)
-    threading.Timer(0.5, signal.raise_signal, [signal.SIGINT]).start()
+    threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()
     with pytest.raises(KeyboardInterrupt):
         driver.drive_until_empty()
-    wait_until(lambda: not is_alive(fake.notes("engine_core")[0]))
+    wait_until(lambda: not is_running(fake.notes("engine_core")[0]))
 
 
 def test_close_ends_the_worker_and_all_that_it_started(make_driver, fake):
     driver, prompts = make_driver()
     driver.warmup()
     (engine_core,) = fake.notes("engine_core")
-    assert is_alive(engine_core)
+    assert is_running(engine_core)
     driver.close()
     driver.close()
-    wait_until(lambda: not is_alive(engine_core))
+    wait_until(lambda: not is_running(engine_core))
     with pytest.raises(EngineError, match="closed"):
         driver.add_requests(prompts)
-
-
-def test_the_worker_ends_with_its_parent(fake):
-    driver, _, _ = build(experiment(fake), fake)
-    child = os.fork()
-    if child == 0:
-        driver.warmup()
-        time.sleep(600)
-    try:
-        wait_until(lambda: fake.notes("engine_core"))
-        time.sleep(0.3)
-        (engine_core,) = fake.notes("engine_core")
-        assert is_alive(engine_core)
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    wait_until(lambda: not is_alive(engine_core))
 
 
 def test_an_interpreter_without_vllm_says_how_to_get_it(make_driver, fake):

@@ -1,4 +1,4 @@
-"""What vLLM is given: arguments, environment, model folder, memory; and the settings that are refused or idle."""
+"""What vLLM is given: arguments, environment, model folder, memory."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from cbexp.config import AdapterConfig, ModelConfig
-from cbexp.errors import ConfigError, NotApplicableError
-from cbexp.factory import build_plan
+from cbexp.drivers.inputs import DriverInputs
+from cbexp.drivers.vllm import settings as vllm_settings
+from cbexp.drivers.vllm.settings import build_vllm_config
+from cbexp.errors import ConfigError
 from cbexp.model.loading import describe_model, load_model
-from cbexp.planning import vllm_settings
-from cbexp.planning.vllm_settings import build_vllm_config
+from cbexp.planning.plan import build_plan
 from tests.model_fixtures import QWEN3, save_model
 from tests.vllm_fixtures import FAKE, FakeVllm, experiment
 
@@ -42,29 +43,28 @@ def on_a_gpu(monkeypatch):
 
 
 def settings_of(config, plan=None, lengths=LENGTHS):
-    return build_vllm_config(config, plan or build_plan(config), lengths, (), Path("vllm.log"))
+    plan = plan or build_plan(config)
+    inputs = DriverInputs(
+        plan=plan, settings=plan.settings, model=None, prompt_lengths=lengths, log_path=Path("vllm.log")
+    )
+    return build_vllm_config(inputs)
 
 
-def test_the_work_is_ours_and_the_rest_is_vllms_default(fake):
+def test_the_workload_is_ours_and_the_rest_is_vllms_default(fake):
     engine = settings_of(experiment(fake)).engine
-    assert set(engine) == {
-        "model",
-        "load_format",
-        "skip_tokenizer_init",
-        "generation_config",
-        "dtype",
-        "seed",
-        "max_model_len",
-        "max_num_seqs",
-        "enable_prefix_caching",
-        "disable_log_stats",
-        "kv_cache_memory_bytes",
+    fixed = {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "dtype": "float32",
+        "seed": 0,
+        "max_model_len": 64,
+        "max_num_seqs": 4,
+        "enable_prefix_caching": False,
+        "disable_log_stats": True,
     }
-    assert engine["load_format"] == "dummy"
-    assert engine["dtype"] == "float32"
-    assert engine["max_model_len"] == 64
-    assert engine["max_num_seqs"] == 4
-    assert engine["enable_prefix_caching"] is False
+    assert {key: engine[key] for key in fixed} == fixed
+    assert set(engine) - set(fixed) == {"model", "kv_cache_memory_bytes"}
 
 
 def test_what_vllms_own_variables_say_is_on_record_but_no_secret(fake, monkeypatch):
@@ -78,13 +78,9 @@ def test_what_vllms_own_variables_say_is_on_record_but_no_secret(fake, monkeypat
 
 
 def test_the_longest_request_decides_the_length_and_the_model_bounds_it(fake):
-    config = experiment(fake, max_new_tokens=200)
-    assert settings_of(config, lengths=[5, 12, 50, 1]).engine["max_model_len"] == 256
-    assert settings_of(config, lengths=[5, 12, 56, 1]).engine["max_model_len"] == 256
-    assert settings_of(config, lengths=[5, 12, 9, 1]).engine["max_model_len"] == 256
-    config = experiment(fake, max_new_tokens=100)
-    assert settings_of(config, lengths=[28, 1, 1, 1]).engine["max_model_len"] == 128
-    assert settings_of(config, lengths=[29, 1, 1, 1]).engine["max_model_len"] == 192
+    for limit, longest, expected in ((200, 56, 256), (200, 9, 256), (100, 28, 128), (100, 29, 192)):
+        config = experiment(fake, max_new_tokens=limit)
+        assert settings_of(config, lengths=[5, longest, 1, 1]).engine["max_model_len"] == expected
 
 
 def test_every_request_has_its_own_limit(fake, tmp_path):
@@ -132,44 +128,11 @@ def test_a_cache_too_small_for_the_longest_request_is_refused(fake):
 )
 def test_compile_modes_on_a_cpu(fake, mode, resolved, arguments):
     config = settings_of(experiment(fake, compile_mode=mode))
-    assert config.compile_mode == resolved
+    assert config.settings.compile_mode == resolved
     given = {
         key: config.engine[key] for key in ("enforce_eager", "compilation_config") if key in config.engine
     }
     assert given == arguments
-
-
-@pytest.mark.parametrize("mode", ["cuda_graph", "compiled_cuda_graph"])
-def test_graphs_need_a_gpu(fake, mode):
-    with pytest.raises(NotApplicableError, match="CUDA graphs"):
-        build_plan(experiment(fake, compile_mode=mode))
-
-
-def test_a_compile_mode_that_vllm_lacks_is_refused(fake):
-    with pytest.raises(ConfigError, match="max_autotune_no_cudagraphs does not work with driver=vllm"):
-        build_plan(experiment(fake, compile_mode="max_autotune_no_cudagraphs"))
-
-
-def test_attention_and_adapters_are_refused(fake):
-    config = experiment(fake)
-    with pytest.raises(ConfigError, match="chooses its attention itself"):
-        build_plan(
-            dataclasses.replace(config, model=dataclasses.replace(config.model, attn_implementation="sdpa"))
-        )
-    with pytest.raises(ConfigError, match="adapter=lora does not work with driver=vllm"):
-        dataclasses.replace(config, adapter=AdapterConfig(kind="lora"))
-
-
-def test_settings_without_effect_are_told(fake):
-    config = experiment(fake, cache={"max_batch_tokens": 4096, "scheduler": "prefill_first"})
-    warnings = " ".join(build_plan(config).warnings)
-    for key in ("cache.max_batch_tokens=4096", "cache.scheduler=prefill_first"):
-        assert f"{key} has no effect with driver=vllm" in warnings
-    sync = experiment(fake, driver={"name": "sync", "request_times": True})
-    warnings = " ".join(build_plan(sync).warnings)
-    assert f"driver.pythonpath={FAKE} has no effect with driver=sync" in warnings
-    assert "driver.request_times=True has no effect with driver=sync" in warnings
-    assert build_plan(experiment(fake)).warnings == []
 
 
 def test_the_plan_tells_nothing_that_vllm_decides(fake):
@@ -221,12 +184,6 @@ def test_python_and_path_must_be_there(fake):
         settings_of(experiment(fake, driver={"python": "/nowhere/python"}))
     with pytest.raises(ConfigError, match=r"driver.pythonpath=.*there is no /nowhere"):
         settings_of(experiment(fake, driver={"pythonpath": f"{FAKE}:/nowhere"}))
-
-
-def test_a_virtual_environments_python_stays_the_link_that_it_is(fake, tmp_path):
-    link = tmp_path / "python"
-    link.symlink_to(sys.executable)
-    assert settings_of(experiment(fake, driver={"python": str(link)})).python == str(link)
 
 
 def test_random_weights_have_a_folder_by_its_content(fake):
@@ -283,7 +240,7 @@ def test_a_model_without_weights_is_described_as_the_loaded_one(tmp_path, init):
     )
     described, loaded = describe_model(config), load_model(config, AdapterConfig(), 0)
     assert described.device.type == "meta"
-    for field in (
+    for name in (
         "dtype",
         "num_parameters",
         "weight_bytes",
@@ -291,4 +248,4 @@ def test_a_model_without_weights_is_described_as_the_loaded_one(tmp_path, init):
         "special_token_ids",
         "vocab_size",
     ):
-        assert getattr(described, field) == getattr(loaded, field), field
+        assert getattr(described, name) == getattr(loaded, name), name

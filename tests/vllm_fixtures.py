@@ -22,8 +22,10 @@ from cbexp.config import (
     TrackingConfig,
 )
 from cbexp.dataset.prompts import load_prompts
-from cbexp.factory import RunPlan, build_plan, build_vllm_driver
-from cbexp.peers.vllm_driver import VllmDriver
+from cbexp.drivers.vllm.driver import VllmDriver
+from cbexp.factory import build_driver
+from cbexp.model.loading import describe_model
+from cbexp.planning.plan import build_plan
 from tests.model_fixtures import QWEN3
 from tests.sweep.conftest import is_running, wait_until
 
@@ -76,13 +78,21 @@ def experiment(
 
 def build(
     config: ExperimentConfig, fake: FakeVllm, on_progress: Callable[[str], None] = lambda _: None
-) -> tuple[VllmDriver, RunPlan, list[list[int]]]:
-    plan = build_plan(config)
+) -> tuple[VllmDriver, list[list[int]]]:
     prompts = load_prompts(config.dataset, None, QWEN3["vocab_size"], config.seed, ())
     eos = tuple(config.sampling.eos_token_ids or ()) if not config.sampling.ignore_eos else ()
-    driver = build_vllm_driver(config, plan, prompts, eos, fake.tmp_path / "vllm.log", on_progress)
+    log_path = fake.tmp_path / "vllm.log"
+    driver = build_driver(
+        build_plan(config),
+        describe_model(config.model),
+        prompts,
+        eos,
+        0,
+        log_path=log_path,
+        on_progress=on_progress,
+    )
     assert isinstance(driver, VllmDriver)
-    return driver, plan, [list(ids) for ids in prompts.prompt_ids]
+    return driver, [list(ids) for ids in prompts.prompt_ids]
 
 
 def complete(prompt_ids: list[int], num_tokens: int) -> tuple[int, ...]:

@@ -103,10 +103,10 @@ def _name(job: CheckedJob) -> str:
 def _explain_equal(job: CheckedJob, other: CheckedJob) -> str:
     keys = list(_list_differences(to_plain_dict(job.config), to_plain_dict(other.config)))
     if not keys:
-        return ". num_rounds repeats the same work."
+        return ". num_rounds repeats a workload."
     return (
         f": they differ in {' and '.join(keys)} alone, and that is no part of what a cell is. Give it one value; "
-        "num_rounds repeats the same work."
+        "num_rounds repeats a workload."
     )
 
 

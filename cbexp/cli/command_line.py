@@ -36,7 +36,7 @@ from cbexp.cli.job_runner import JobRunner
 from cbexp.cli.override_checks import refuse_repeated_keys
 from cbexp.cli.preflight import PRIMARY_CONFIG, check_command
 from cbexp.cli.terminal import report_error, say, silence_stdout
-from cbexp.cli.user_folders import refuse_hidden_choices
+from cbexp.cli.user_folders import refuse_shadowing
 from cbexp.config import register_schema
 from cbexp.engine import UnsupportedTransformersError, check_transformers_version
 from cbexp.errors import CbexpError, ConfigError, ResultsError
@@ -91,7 +91,7 @@ def _check_arguments(args: Namespace) -> None:
         raise ConfigError("-m runs a sweep, and --cfg and --info only show something: leave out one of them.")
     refuse_repeated_keys(args.overrides)
     if args.config_dir is not None:
-        refuse_hidden_choices(Path(args.config_dir), conf_dir())
+        refuse_shadowing(Path(args.config_dir), conf_dir())
 
 
 def _find_version() -> str:

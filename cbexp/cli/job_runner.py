@@ -1,4 +1,4 @@
-"""Runs jobs in this process as Hydra calls with them: a single run, or the dry runs of a sweep, which leave nothing."""
+"""Runs jobs in this process when Hydra calls: a single run, or the dry runs of a sweep."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class JobRunner:
         except CbexpError as error:
             report_error(error)
             return _name_end(error), None
-        except Exception:  # noqa: BLE001 - a bug: shown, and told by the exit code
+        except Exception:  # noqa: BLE001 - a bug: shown, and in the exit code
             traceback.print_exc()
             return "failed", None
         finally:

@@ -1,4 +1,4 @@
-"""What a job hands back to Hydra, for whoever searches over configurations."""
+"""The value that a job returns to Hydra, for a search over configurations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cbexp.tracking import compute_objective
 
 
 def find_objective(config: ExperimentConfig, summary: Mapping[str, Any] | None) -> float | None:
-    """Return the objective of a completed job, as W&B has it; None without a summary that tells it."""
+    """Return the objective of a completed job, as W&B has it; None without a summary that has the figures."""
     if summary is None or not isinstance(summary.get("decode_tps"), int | float):
         return None
     return compute_objective(summary, config.tracking.max_memory_gib)

@@ -40,7 +40,7 @@ from cbexp.cli.override_checks import (
     refuse_unnamed_choices,
 )
 from cbexp.cli.terminal import say
-from cbexp.cli.user_folders import list_folders, refuse_hidden_choices
+from cbexp.cli.user_folders import list_folders, refuse_shadowing
 from cbexp.config import SWEEP_SETTINGS, ExperimentConfig
 from cbexp.drivers.vllm.python import check_interpreter
 from cbexp.errors import CbexpError, ConfigError
@@ -76,7 +76,7 @@ def check_command(args: Namespace, conf_dir: Path, indices: Sequence[int] | None
             refuse_entry_of_no_sweep(args.overrides, composer)
             common = composer.compose_common(args.overrides)
             for folder in list_folders(common.hydra.searchpath):
-                refuse_hidden_choices(folder, conf_dir)
+                refuse_shadowing(folder, conf_dir)
             is_multirun = args.multirun or common.hydra.mode == RunMode.MULTIRUN
             if not is_multirun:
                 refuse_sweep(args.overrides, common)

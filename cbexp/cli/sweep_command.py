@@ -136,7 +136,7 @@ def _run(cell: Cell) -> CellEnd:
 
     write_cell(cell)
     outcome = run_experiment(cell.config, cell.folder, list(cell.overrides), cell.sweep)
-    # `bad_config` is told apart for the exit code of a single run alone, `dry_run` has no part in a sweep.
+    # `bad_config` matters only to the exit code of a single run, and a sweep has no `dry_run`.
     if outcome.status == "bad_config" or outcome.status == "dry_run":
         return CellEnd("failed", outcome.message)
     return CellEnd(outcome.status, outcome.message, outcome.summary)

@@ -32,7 +32,7 @@ class SweepDisplay:
         self._read_bytes: dict[int, int] = {}
 
     def on_start(self, cell: Cell, slot: Mapping[str, str]) -> None:
-        """Say which cell starts, by what tells it from the others, and on which GPU where there are several."""
+        """Say which cell starts, with the overrides that the others lack, and on which of several GPUs."""
         where = f" on GPU {slot[VISIBLE]}" if VISIBLE in slot else ""
         own = " ".join(override for override in cell.overrides if override not in self._shared)
         say(f"{self._name(cell)} starts{where}: {_on_one_line(own)}")
@@ -53,15 +53,15 @@ class SweepDisplay:
 
     def on_end(self, cell: Cell, end: CellEnd, elapsed_s: float) -> None:
         """Say how it ended; of a failure why, and where it is recorded."""
-        told = f"{self._name(cell)} {end.status} after {elapsed_s:,.1f} s"
+        text = f"{self._name(cell)} {end.status} after {elapsed_s:,.1f} s"
         if end.output_tokens_per_s is not None:
-            told += f", {end.output_tokens_per_s:,.0f} output tokens/s"
+            text += f", {end.output_tokens_per_s:,.0f} output tokens/s"
         if end.message:
-            told += f": {printable(end.message)}"
+            text += f": {printable(end.message)}"
         if not end.is_done:
             log = cell.folder / LOG  # a cell that never started has none, nor one in the sweep's own process
-            told += f"\n  {format_path(log if log.exists() else cell.folder)}"
-        say(told)
+            text += f"\n  {format_path(log if log.exists() else cell.folder)}"
+        say(text)
 
     def on_stop(self, why: str, num_running: int) -> None:
         """Say that the sweep ends, and how to make that faster."""
@@ -119,5 +119,5 @@ def _describe_round(line: bytes, num_warmup_rounds: int, num_rounds: int) -> str
             return f"warmup round, {record['wall_s']:,.1f} s"
         number = record["round_index"] - num_warmup_rounds + 1
         return f"round {number} of {num_rounds}, {record['output_tokens_per_s']:,.0f} output tokens/s"
-    except (ValueError, KeyError, TypeError):  # no round's line: the cell's end tells what is wrong
+    except (ValueError, KeyError, TypeError):  # no round's line: the cell's end says what is wrong
         return None

@@ -1,4 +1,4 @@
-"""What the command line itself says on the terminal, whoever still reads it."""
+"""Writes the command line's own messages, also when nobody reads them any more."""
 
 from __future__ import annotations
 
@@ -41,5 +41,5 @@ def report_error(error: Exception) -> None:
 def _say_to_stderr(text: str) -> None:
     if sys.stderr is None:
         return
-    with suppress(OSError):  # there is nobody left to tell
+    with suppress(OSError):  # nobody is left to read it
         sys.stderr.write(f"{text}\n")

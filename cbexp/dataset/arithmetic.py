@@ -1,4 +1,4 @@
-"""Arithmetic questions in words: generated from a seed, split by hash, with solutions and a verifier."""
+"""Arithmetic questions in words, generated from a seed and split by hash, with solutions and a verifier."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ class Question:
 
 @dataclass(frozen=True)
 class _Problem:
-    """What a question asks, whatever its wording: the sum of `signs[i] * operands[i]`; `signs[0]` is 1."""
+    """What a question asks for, without its wording: the sum of `signs[i] * operands[i]`. `signs[0]` is 1."""
 
     operands: tuple[int, ...]
     signs: tuple[int, ...]
 
 
 def build_questions(num_questions: int, seed: int, split: Split) -> list[Question]:
-    """Return `num_questions` distinct questions of `split`, the same ones for the same arguments.
+    """Return `num_questions` distinct questions of `split`; the same arguments give the same questions.
 
-    Two- and three-operand questions come with equal chance, until the two-operand ones are used up.
+    Questions of two and of three operands are equally likely, until those of two are used up.
 
     Raises:
         DatasetError: more questions are asked for than `split` holds.
@@ -120,7 +120,7 @@ def _shuffle_range(size: int, rng: random.Random) -> Iterator[int]:
 
 
 def _is_held_out(problem: _Problem) -> bool:
-    """Decide by a hash that ignores the order of terms, so that `12 + 5` goes where `5 + 12` goes."""
+    """Decide by a hash that ignores the order of terms: `12 + 5` and `5 + 12` are in the same split."""
     digest = hashlib.sha256(_canonical_form(problem).encode()).digest()
     return digest[0] < _HELD_OUT_HASH_BYTES_BELOW
 
@@ -156,7 +156,7 @@ def _solve_problem(problem: _Problem) -> str:
 
 
 def _solve_operation(value: int, sign: int, operand: int) -> str:
-    """Work out `value + sign * operand` in columns.
+    """Solve `value + sign * operand` in columns.
 
     It is first rewritten as a sum or difference that is not negative, as in `12-90: -(90-12) 10-2=8 9-1-1=7`.
     """
@@ -185,7 +185,7 @@ def _add_columns(first: int, second: int) -> list[str]:
 def _subtract_columns(larger: int, smaller: int) -> list[str]:
     """Subtract digit by digit from the units.
 
-    A column that borrows shows its upper digit plus 10, and the next one a further `-1`.
+    A column that borrows shows its upper digit plus 10, and the next column a further `-1`.
     """
     columns, borrow = [], 0
     for upper, lower in _digit_columns(larger, smaller):
@@ -197,7 +197,7 @@ def _subtract_columns(larger: int, smaller: int) -> list[str]:
 
 
 def _digit_columns(first: int, second: int) -> Iterator[tuple[int, int]]:
-    """Yield the pairs of digits from the units on, as many as the longer number has."""
+    """Yield pairs of digits from the units up, one for each digit of the longer number."""
     num_columns = len(str(max(first, second)))
     for column in range(num_columns):
         yield first // 10**column % 10, second // 10**column % 10

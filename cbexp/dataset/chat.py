@@ -47,7 +47,7 @@ class PromptRenderer:
         _check_template_kwargs(self._kwargs, self._template)
 
     def render(self, row: Row) -> str:
-        """Return the text that the model continues: the chat so far, and the opening of its own turn."""
+        """Return the text that the model continues: the chat so far and the start of the model's turn."""
         messages = self._with_system_prompt(_read_messages(row), row.place)
         try:
             return str(
@@ -63,7 +63,7 @@ class PromptRenderer:
             raise DatasetError(f"the chat template refuses {row.place}: {error}") from error
 
     def encode(self, text: str, place: str) -> list[int]:
-        """Return the token ids of rendered text; the template has written the special tokens, a BOS among them.
+        """Return the token ids of rendered text. The template has already written special tokens like BOS.
 
         Raises:
             DatasetError: the text, which comes from `place`, is not valid Unicode.

@@ -1,4 +1,4 @@
-"""How many new tokens each prompt's requests may have: one limit for all, a list from a file, or drawn ones."""
+"""The limit of new tokens for each prompt: one for all, a list from a file, or drawn at random."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from cbexp.errors import ConfigError
 
 
 def load_completion_limits(config: ExperimentConfig) -> list[int]:
-    """Return the limit of each of the `num_prompts` prompts, in their order.
+    """Return the limit of each prompt, in order.
 
     Raises:
-        ConfigError: the file cannot be read, is no list of limits, or has another number of them than prompts.
+        ConfigError: the file cannot be read, is no list of limits, or its length is not the number of prompts.
     """
     sampling, num_prompts = config.sampling, config.dataset.num_prompts
     if sampling.max_new_tokens_file is not None:
@@ -29,7 +29,7 @@ def load_completion_limits(config: ExperimentConfig) -> list[int]:
 def draw_limits(sampling: SamplingConfig, num_prompts: int, seed: int) -> list[int]:
     """Return log-normal limits: `random.Random(seed).lognormvariate(log(median), sigma)` in order, rounded.
 
-    They lie in 1 to `max_new_tokens`; what falls outside takes the bound. The first n of more are the n of fewer.
+    They are clipped to 1 and `max_new_tokens`. The limits of fewer prompts are the first of those of more.
     """
     assert sampling.median_new_tokens is not None  # checked by the schema, as max_new_tokens is
     assert sampling.max_new_tokens is not None

@@ -1,4 +1,4 @@
-"""Turns a dataset's configuration into prompts, their reference answers and the verifier that judges completions."""
+"""Turns a dataset's configuration into prompts, their answers and a verifier."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cbexp.errors import DatasetError
 
 @dataclass(frozen=True)
 class PromptSet:
-    """A round's prompts in order, one list of token ids each; parallel lists of their texts and answers.
+    """A round's prompts in order: for each its token ids, and in parallel lists its text and answer.
 
     `texts` is None for synthetic prompts. `answers` and `verifier` (completion text, answer) are None together.
     """
@@ -40,13 +40,13 @@ def load_prompts(
     seed: int,
     special_ids: Collection[int] = (),
 ) -> PromptSet:
-    """Return the `num_prompts` prompts of `config`; `seed` draws what is generated.
+    """Return the `num_prompts` prompts of `config`. Generated prompts are drawn from `seed`.
 
-    Synthetic prompts keep clear of `special_ids` and of the tokenizer's special ids, and need no tokenizer.
+    Synthetic prompts need no tokenizer. They avoid `special_ids` and the tokenizer's special ids.
 
     Raises:
         DatasetError: the dataset cannot be read or reached, lacks rows, fields or a chat template, or a prompt is empty
-            or outside of the vocabulary.
+            or has ids outside the vocabulary.
     """
     if not needs_tokenizer(config):
         known_ids = tokenizer.all_special_ids if tokenizer is not None else []

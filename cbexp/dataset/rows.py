@@ -20,7 +20,7 @@ from cbexp.hub import Source, explained_loading, resolve_source
 
 @dataclass(frozen=True)
 class Row:
-    """One row: `place` says where it stands, `prompt` is text or a list of chat messages, as it came."""
+    """One row. `place` names it in errors. `prompt` is text or a list of chat messages, unchecked."""
 
     place: str
     prompt: Any
@@ -28,7 +28,7 @@ class Row:
 
 
 def load_rows(config: DatasetConfig, seed: int) -> list[Row]:
-    """Return the `num_prompts` rows that `config` asks for. `seed` draws arithmetic questions.
+    """Return the `num_prompts` rows that `config` asks for. Arithmetic questions are drawn from `seed`.
 
     Raises:
         DatasetError: the dataset cannot be read or reached, or lacks rows or fields.
@@ -55,7 +55,7 @@ def _load_hub_rows(config: DatasetConfig) -> list[Row]:
 
 
 def _order_rows(num_rows: int, shuffle_seed: int | None) -> list[int]:
-    """The order of `datasets.Dataset.shuffle(seed=...)`, which itself would hide the rows' own indices."""
+    """The order of `datasets.Dataset.shuffle(seed=...)`, which would not return the rows' indices."""
     if shuffle_seed is None:
         return list(range(num_rows))
     return [int(index) for index in np.random.default_rng(shuffle_seed).permutation(num_rows)]
@@ -116,7 +116,7 @@ def _build_row(config: DatasetConfig, place: str, values: Mapping[str, Any]) -> 
 
 
 def _wanted_fields(config: DatasetConfig) -> list[str]:
-    """The prompt's field and, for a verifier, the answer's; the configuration has checked that they are set."""
+    """The prompt's field and, for a verifier, the answer's. The configuration has checked them."""
     fields = [config.prompt_field, config.answer_field if config.verifier != "none" else None]
     return [field for field in fields if field is not None]
 

@@ -1,4 +1,4 @@
-"""Draws prompts of random token ids, for work of known size without a tokenizer."""
+"""Draws prompts of random token ids, for a workload of known size without a tokenizer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def draw_prompts(
 
 
 def draw_lengths(config: DatasetConfig, seed: int) -> list[int]:
-    """Return each prompt's length in tokens: the file's, or `random.Random(lengths_seed).randint(min, max)` in order.
+    """Return each prompt's length in tokens: from the file, or `random.Random(lengths_seed).randint(min, max)`.
 
     Without `lengths_seed`, lengths are drawn from `seed`.
     """

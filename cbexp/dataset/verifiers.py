@@ -1,4 +1,4 @@
-"""Judges completions against reference answers; garbage text is wrong and never an error."""
+"""Judges completions against reference answers. Garbage text is wrong, never an error."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MARKED_ANSWER = re.compile(r"####|\\boxed\s*\{")
 class AnswerCheck:
     """How answers of one kind are judged.
 
-    `normalize` brings a dataset's answer into the form that `verify` takes; `ValueError` if nothing could match it.
+    `normalize` turns a dataset's answer into the form that `verify` takes. `ValueError` means that it is unusable.
     """
 
     normalize: Callable[[str], str]
@@ -45,8 +45,8 @@ def verify_gsm8k(text: str, answer: str) -> bool:
 def verify_math(text: str, answer: str) -> bool:
     """Whether math-verify finds an expression in `text` that equals `answer`.
 
-    Parsing and comparing take at most `MATH_TIME_LIMIT_S` each. The library keeps that limit by a signal, which only a
-    main thread can receive: on another thread there is no limit.
+    Parsing and comparing take at most `MATH_TIME_LIMIT_S` each on the main thread. The library limits them by a signal,
+    which other threads cannot receive, so there is no limit on those.
     """
     from math_verify import parse, verify
 

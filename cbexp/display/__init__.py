@@ -1,4 +1,4 @@
-"""What a person sees, within 100 columns and without a terminal too: progress, and how the job ended."""
+"""What a job prints, within 100 columns: its plan, its progress, and how it ended."""
 
 from cbexp.display.progress import ProgressDisplay
 

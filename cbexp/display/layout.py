@@ -1,4 +1,4 @@
-"""Lines of a label and a text, wrapped between words, so that paths stay whole."""
+"""Prints lines that wrap between words only, so that paths stay whole."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ LABEL_COLUMNS = 13
 
 
 def print_line(console: Console, text: str, style: str = "") -> None:
-    """Print text of one or more lines within the console's width; a word that is longer is not broken."""
+    """Print text within the console's width. A word that is longer is not broken."""
     for line in text.splitlines():
         for part in _wrap(line, console.width) or [""]:
             _print_raw(console, Text(part, style))
 
 
 def print_row(console: Console, label: str, text: str, style: str = "") -> None:
-    """Print a label and, beside it, a text that may take several lines."""
+    """Print a label, and beside it a text of one or more lines."""
     lines = [part for line in text.splitlines() for part in _wrap(line, console.width - LABEL_COLUMNS)] or [
         ""
     ]

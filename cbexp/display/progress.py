@@ -1,4 +1,4 @@
-"""Shows a job while it runs and how it ended; without a terminal, one plain line a round."""
+"""Shows a job while it runs, and how it ended. Without a terminal it prints a plain line for each round."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ENDS = {
 
 
 class ProgressDisplay:
-    """Everything that a job says on the terminal; errors go to stderr. Nothing here runs on a thread of its own."""
+    """Everything that a job prints; errors go to stderr. It starts no thread."""
 
     def __init__(self, console: Console | None = None, error_console: Console | None = None) -> None:
         self._console = console or _build_console(sys.stdout)
@@ -53,7 +53,7 @@ class ProgressDisplay:
         print_line(self._console, text)
 
     def print_plan(self, plan: RunPlan) -> None:
-        """Print what will run, everything `auto` resolved, and the warnings about it."""
+        """Print what will run, with every `auto` resolved, and the warnings."""
         self._print_rows(plan_rows(plan.to_dict()))
         for warning in plan.warnings:
             print_row(self._console, "warning", warning, "yellow")
@@ -64,20 +64,20 @@ class ProgressDisplay:
         print_row(self._console, "stop", f"EOS ids {ends}; pad id {pad_token_id}")
 
     def print_cache(self, settings: Mapping[str, Any]) -> None:
-        """Print the size of the KV cache from a driver's settings; nothing for a driver that has no fixed one."""
+        """Print the size of the KV cache from a driver's settings; nothing for a driver without a fixed one."""
         self._print_rows(cache_rows(settings))
 
     def print_set_up(self, compile_stats: Mapping[str, Any], compile_cache: Mapping[str, Any] | None) -> None:
-        """Print what compiling and capturing took, and the folders where compiled code is kept with their size."""
+        """Print what compiling and capturing took, and the folders and size of the compile cache."""
         self._print_rows(set_up_rows(compile_stats, compile_cache))
 
     def print_dry_run(self, report: DryRunReport) -> None:
-        """Print what a job would take."""
+        """Print the result of a dry run."""
         self._print_rows(report.rows())
 
     @contextmanager
     def showing_phase(self, name: str) -> Iterator[None]:
-        """Show that something other than a round is going on, and how long it took when that was long."""
+        """Show a phase other than a round while it runs, and afterwards its time if that was long."""
         label = name.replace("_", " ")
         start_s = time.perf_counter()
         with self._showing(f"{label} ..."):
@@ -87,7 +87,7 @@ class ProgressDisplay:
             print_row(self._console, label, format_seconds(took_s))
 
     def show_progress(self, text: str) -> None:
-        """Say how far a long phase is: in the line at the bottom of a terminal, elsewhere in a line of its own."""
+        """Show how far a long phase is: in the terminal's live line, or else in a line of its own."""
         if self._live is None:
             self.print_line(text)
         else:
@@ -95,7 +95,7 @@ class ProgressDisplay:
 
     @contextmanager
     def showing_round(self, round_index: int, is_warmup: bool, num_requests: int) -> Iterator[None]:
-        """Show a round's progress, as far as `on_step` tells of it."""
+        """Show a round's progress, as far as `on_step` reports it."""
         self._round = RoundProgress(_round_name(round_index, is_warmup), num_requests, time.perf_counter())
         try:
             with self._showing(self._round.describe(time.perf_counter())):
@@ -104,7 +104,7 @@ class ProgressDisplay:
             self._round = None
 
     def on_step(self, _step_index: int, info: StepInfo) -> None:
-        """Take note of a step and show it when the last refresh is long enough ago."""
+        """Count a step, and refresh the live line if the last refresh is long enough ago."""
         if self._live is None or self._round is None:
             return
         self._round.add_step(info)
@@ -123,7 +123,7 @@ class ProgressDisplay:
     def print_outcome(
         self, status: str, summary: Mapping[str, Any] | None, message: str | None, directory: RunDirectory
     ) -> None:
-        """Print how the job ended: the final table, or why there is none and what is kept."""
+        """Print how the job ended: the final table, or the error and where the records are."""
         if summary is not None:
             print_summary(self._console, summary, directory.path, directory.size_bytes())
             return
@@ -141,7 +141,7 @@ class ProgressDisplay:
 
     @contextmanager
     def _showing(self, text: str) -> Iterator[None]:
-        """A line that stays at the bottom of a terminal for the while; nothing elsewhere."""
+        """Show a live line at the bottom of a terminal; nothing elsewhere."""
         if not self._console.is_terminal or self._console.is_dumb_terminal:
             yield
             return
@@ -153,7 +153,7 @@ class ProgressDisplay:
 
 
 class _LastingConsole(Console):
-    """A console whose reader may go away (`| head`): the job goes on unseen, its records are on disk."""
+    """A console whose reader may go away (`| head`). The job goes on, and its records are on disk."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -163,7 +163,7 @@ class _LastingConsole(Console):
 
 
 def _build_console(file: TextIO) -> Console:
-    """At most 100 columns, and as many where the width is not known."""
+    """A console of at most 100 columns, and of 100 where the width is unknown."""
     console = _LastingConsole(file=file, highlight=False)
     is_width_known = console.is_terminal or "COLUMNS" in os.environ
     console.width = min(console.width, MAX_COLUMNS) if is_width_known else MAX_COLUMNS

@@ -1,4 +1,4 @@
-"""What is known of a round while it runs."""
+"""The progress of a running round."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RoundProgress:
         self._cache_used_fraction = info.cache_used_fraction
 
     def describe(self, now_s: float) -> str:
-        """One line: requests done, tokens per second, cache use; without steps only that the round runs."""
+        """One line: requests done, tokens per second, cache use. Without steps, only that the round runs."""
         if not self._has_steps:
             return f"{self._name}: {self._num_requests:,} requests are running"
         elapsed_s = now_s - self._start_s

@@ -1,4 +1,4 @@
-"""Lines about what will run: the plan, the cache as a driver has built it, and what compiling took."""
+"""Lines about the plan, the cache that a driver built, and what compiling took."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def plan_rows(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def cache_rows(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The size of the KV cache from a driver's settings; nothing for a driver that has none of a fixed size."""
+    """The size of the KV cache from a driver's settings; nothing for a driver without a fixed one."""
     if "num_blocks" in settings:
         num_blocks, page_size = settings["num_blocks"], settings["page_size"]
         yield "cache", f"{num_blocks * page_size:,} tokens: {num_blocks:,} blocks of {page_size:,}"
@@ -40,7 +40,7 @@ def cache_rows(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def set_up_rows(
     compile_stats: Mapping[str, Any], compile_cache: Mapping[str, Any] | None
 ) -> Iterator[tuple[str, str]]:
-    """What a driver's compiling and capturing took, where it did any, and the size of the compile cache in use."""
+    """What compiling and capturing took, if there was any, and the size of the compile cache in use."""
     if has_compiled(compile_stats):
         yield "compiled", describe_compilation(compile_stats)
     if compile_cache is not None:
@@ -52,12 +52,12 @@ def set_up_rows(
 
 
 def has_compiled(stats: Mapping[str, Any]) -> bool:
-    """Whether a driver has compiled or captured anything, and tells of it."""
+    """Whether a driver reports that it compiled or captured anything."""
     return bool(stats.get("compile_s") or stats.get("capture_s"))
 
 
 def describe_compilation(stats: Mapping[str, Any]) -> str:
-    """Seconds of compiling and capturing, the graphs there are, and what should not have happened, if it did."""
+    """Seconds of compiling and capturing, the number of graphs, and counts of what should not happen."""
     parts = [f"in {format_seconds(stats['compile_s'])}"] if stats["compile_s"] else []
     if stats["graphs"]:
         parts.append(f"{stats['graphs']:,} graphs captured in {format_seconds(stats['capture_s'])}")

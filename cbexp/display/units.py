@@ -1,4 +1,4 @@
-"""Numbers with their units, three digits each, in ASCII."""
+"""Formats numbers with their units, with three digits, in ASCII."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def format_number(value: float) -> str:
-    """Three digits or all whole ones: 1.23, 12.3, 1,234."""
+    """A number with three digits, or with all of its integer part: 1.23, 12.3, 1,234."""
     size = abs(value)
     if size >= 99.95:
         return f"{value:,.0f}"
@@ -40,12 +40,12 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_spread(spread: Mapping[str, Any]) -> str:
-    """The range of a quantity over rounds and half of it as a share of the median."""
+    """The range of a quantity over rounds, and half of that as a share of the median."""
     low, high = format_number(spread["min"]), format_number(spread["max"])
     return f"{low} to {high}, +/- {format_share(spread['relative_half_range'])}"
 
 
 def format_path(path: Path) -> str:
-    """Relative to the current folder where it lies inside."""
+    """A path, relative to the current folder if it lies inside."""
     absolute, here = path.absolute(), Path.cwd()
     return str(absolute.relative_to(here) if absolute.is_relative_to(here) else absolute)

@@ -78,15 +78,15 @@ class DriverKind:
         """Raise `EngineError` unless the driver has the compile mode."""
         if mode in self.compile_modes:
             return
-        others = [f"driver={kind.name}" for kind in DRIVERS.values() if mode in kind.compile_modes]
+        choices = " or ".join(("auto", *self.compile_modes))
+        other = next((f", or driver={kind.name}" for kind in _KINDS if mode in kind.compile_modes), "")
         raise EngineError(
-            f"compile.mode={mode} does not work with driver={self.name}: use auto or "
-            f"{' or '.join([*self.compile_modes, *others[:1]])}."
+            f"compile.mode={mode} does not work with driver={self.name}: use {choices}{other}."
         )
 
     def find_unread(self) -> dict[str, str]:
         """Return the settings that the driver does not read, each with the reason as half a sentence."""
-        unread = frozenset.union(*(kind.reads for kind in DRIVERS.values())) - self.reads
+        unread = frozenset.union(*(kind.reads for kind in _KINDS)) - self.reads
         return {setting: f"driver={self.name}{self._explain(setting)}" for setting in unread}
 
     def process_of(self, driver: RolloutDriver) -> OwnProcess | None:
@@ -97,7 +97,7 @@ class DriverKind:
         reason = self.why_not.get(setting) or self.why_not.get(setting.split(".")[0])
         if reason is not None:
             return f", {reason}"
-        readers = [f"driver={kind.name}" for kind in DRIVERS.values() if setting in kind.reads]
+        readers = [f"driver={kind.name}" for kind in _KINDS if setting in kind.reads]
         return f": it is a setting of {' and '.join(readers)}"
 
 

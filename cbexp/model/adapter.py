@@ -1,4 +1,4 @@
-"""Attaches a LoRA adapter with PEFT: one from a folder or the hub, or a random one that really changes the outputs."""
+"""Attaches a LoRA adapter with PEFT: one from a folder or the hub, or a random one that changes the outputs."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ RANDOM_LORA_B_STD = 0.02
 class AttachedAdapter:
     """A model with its adapter: a PEFT model, or the base model when there is none or it is merged.
 
-    `dtype` is that of the adapter's weights and products: PEFT keeps them in float32 on a half-precision base. None
-    when no adapter is computed apart.
+    `dtype` is that of the adapter's weights and products: PEFT keeps them in float32 on a half-precision base. It is
+    None without an unmerged adapter.
     """
 
     model: Any
@@ -34,7 +34,7 @@ class AttachedAdapter:
 
 
 def attach_adapter(model: PreTrainedModel, config: AdapterConfig, seed: int) -> AttachedAdapter:
-    """Return `model` with the adapter that `config` describes, in eval mode; a random one is drawn from `seed`.
+    """Return `model` with the adapter of `config`, in eval mode. A random one is drawn from `seed`.
 
     Raises:
         ModelError: the adapter is missing, unreadable, no LoRA, or does not belong to this model.
@@ -77,7 +77,7 @@ def _build_random_adapter(model: PreTrainedModel, config: AdapterConfig, seed: i
 
 
 def _check_target_modules(model: PreTrainedModel, targets: list[str]) -> None:
-    """PEFT ignores names that match nothing as long as another one matches."""
+    """Refuse names that match nothing; PEFT ignores them if another name matches."""
     names = [name for name, _ in model.named_modules()]
     last_parts = sorted({name.rpartition(".")[2] for name in names} - {""})
     for target in targets:

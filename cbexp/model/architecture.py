@@ -1,4 +1,4 @@
-"""A model's architecture without its weights: read, or built from values; what paged caches cannot serve is refused."""
+"""A model's architecture without its weights, read or built from values. Refuses unsupported ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LEGACY_ARCHITECTURE_KEYS = ("rope_theta", "rope_scaling", "torch_dtype")
 
 
 def model_source(config: ModelConfig) -> Source:
-    """Return where the model's files are.
+    """Return the source of the model's files.
 
     Raises:
         ModelError: there is no such folder, or `name_or_path` is not set.
@@ -49,7 +49,7 @@ def load_architecture(config: ModelConfig) -> PreTrainedConfig:
     """Return transformers' config of the model, from its files or, with `init=random`, from `config.architecture`.
 
     Raises:
-        ModelError: it cannot be read or built, or is of a kind that is not supported (named, with the reason).
+        ModelError: it cannot be read or built, or is not supported (with the reason).
     """
     if config.init == "random":
         architecture = _build_architecture(config.architecture)
@@ -72,11 +72,11 @@ def uses_remote_code(architecture: PreTrainedConfig) -> bool:
 
 
 def refuse_unsupported(architecture: PreTrainedConfig) -> None:
-    """Raise `ModelError`, with the name and the reason, for a model that paged generation would not run rightly."""
+    """Raise `ModelError`, with the name and the reason, for a model that paged generation cannot run."""
     if getattr(architecture, "quantization_config", None) is not None:
         reason: str | None = "its checkpoint is quantised; use a bfloat16 or float16 checkpoint of it"
     elif not uses_remote_code(architecture) and type(architecture) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        # Said last: what kind of model it is explains more.
+        # The last reason: the kind of model explains more.
         reason = (
             find_architecture_problem(architecture, None) or "transformers has no causal language model of it"
         )
@@ -97,7 +97,7 @@ def _read_architecture(source: Source, is_code_trusted: bool) -> PreTrainedConfi
 
 
 def _check_readable(source: Source, values: dict[str, Any], is_code_trusted: bool) -> None:
-    """Say in advance what `AutoConfig` would refuse in other words, or ask about on the terminal."""
+    """Refuse with a clear message what `AutoConfig` would refuse, or ask about on the terminal."""
     model_type = values.get("model_type")
     if not values:
         raise ModelError(f"{source} has no config.json, so it is not a transformers model.")

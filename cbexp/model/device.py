@@ -1,4 +1,4 @@
-"""Which device and dtype a model runs on: `auto` resolved, and what this machine lacks refused."""
+"""Resolves the device and dtype of a model, and refuses those that this machine lacks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DTYPES_BY_NAME = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device called `name` (auto, cpu, cuda or cuda:INDEX); auto takes the current GPU when there is one.
+    """Return the device `name` (auto, cpu, cuda or cuda:INDEX). auto is the current GPU, or else the CPU.
 
     Raises:
         ModelError: the name is unknown, or this machine has no such device.
@@ -27,10 +27,10 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype called `name`; auto is float32 on a CPU, bfloat16 on a GPU that computes in it, else float16.
+    """Return the dtype `name`. auto is float32 on a CPU, bfloat16 on a GPU that has it, else float16.
 
     Raises:
-        ModelError: bfloat16 is asked of a GPU that only emulates it.
+        ModelError: the name is bfloat16 and the GPU only emulates it.
     """
     has_bfloat16 = device.type == "cpu" or _capability(device) >= FIRST_CAPABILITY_WITH_BFLOAT16
     if name == "auto":

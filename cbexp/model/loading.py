@@ -1,4 +1,4 @@
-"""Loads a tokenizer, and a model with pretrained or random weights and its adapter, onto its device."""
+"""Loads a tokenizer, and a model with its adapter onto its device."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ __all__ = [
 class LoadedModel:
     """A model ready to generate: `model` is transformers' or, with an unmerged adapter, PEFT's.
 
-    `generation_eos_ids` are the stop ids of the checkpoint's generation config, else of its config. `adapter_dtype` is
-    what an unmerged adapter computes in. `load_s` counts from the first byte read to the last on the device.
+    `generation_eos_ids` are the stop ids of the checkpoint's generation config, or else of its config. An unmerged
+    adapter computes in `adapter_dtype`. `load_s` is the time until all weights are on the device.
     """
 
     model: Any
@@ -65,7 +65,7 @@ class LoadedModel:
 
     @property
     def special_token_ids(self) -> set[int]:
-        """Ids that begin, end or pad a sequence by the model's own configs; random prompts keep clear of them."""
+        """Ids that begin, end or pad a sequence by the model's own configs. Random prompts avoid them."""
         config = self.architecture
         return {i for i in (config.bos_token_id, config.pad_token_id) if i is not None} | {
             *self.generation_eos_ids
@@ -73,7 +73,7 @@ class LoadedModel:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids that the model knows, the padding of its embedding included."""
+        """Number of token ids, with the padding of the embedding."""
         return int(self.architecture.vocab_size)
 
 
@@ -99,7 +99,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def load_model(config: ModelConfig, adapter: AdapterConfig, seed: int) -> LoadedModel:
-    """Return the model that `config` names, with its adapter, in eval mode; random weights are drawn from `seed`.
+    """Return the model of `config` with its adapter, in eval mode. Random weights are drawn from `seed`.
 
     Raises:
         ModelError: the model or adapter cannot be read, reached or run here, or is not supported.
@@ -131,7 +131,7 @@ def load_model(config: ModelConfig, adapter: AdapterConfig, seed: int) -> Loaded
 
 
 def describe_model(config: ModelConfig) -> LoadedModel:
-    """Return the model without its weights, on the meta device: all but them is as `load_model` says it.
+    """Return the model without weights, on the meta device; the rest is as in `load_model`.
 
     Raises:
         ModelError: the model cannot be read or reached, or is not supported.
@@ -161,7 +161,7 @@ def describe_model(config: ModelConfig) -> LoadedModel:
 
 
 def _read_generation_config(config: ModelConfig, model: PreTrainedModel) -> None:
-    """A checkpoint's own, where it has one."""
+    """Take the checkpoint's own generation config, if it has one."""
     source = model_source(config)
     revision: dict[str, Any] = {} if source.revision is None else {"revision": source.revision}
     with suppress(OSError):  # as transformers does when it loads the weights
@@ -194,7 +194,7 @@ def _load_pretrained(
 
 
 def _check_complete(source: Source, report: dict[str, Any]) -> None:
-    """Transformers fills weights that a checkpoint lacks at random, with a warning."""
+    """Refuse a checkpoint without all weights; transformers would fill them at random, with a warning."""
     missing = sorted(report["missing_keys"])
     if missing:
         shown = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")

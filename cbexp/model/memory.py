@@ -1,4 +1,4 @@
-"""How many bytes weights, cached keys and values, and batches take, and what a device has free; loads nothing."""
+"""The memory that weights, caches and batches need, and that a device has. Loads no weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOGIT_BYTES = 4
 
 @dataclass(frozen=True)
 class WeightSize:
-    """A model's size; tied weights count once, buffers do not count."""
+    """The size of a model's parameters. Tied weights count once, buffers do not count."""
 
     num_parameters: int
     num_bytes: int
@@ -30,9 +30,9 @@ class WeightSize:
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """What a model caches: keys and values of `num_kv_heads` x `head_dim` in each layer.
+    """The cache of a model: keys and values of `num_kv_heads` x `head_dim` in each layer.
 
-    Sliding-window layers keep the last `sliding_window` tokens of a request; the window is None without such layers.
+    Sliding-window layers keep the last `sliding_window` tokens of a request. It is None without such layers.
     """
 
     num_full_layers: int
@@ -48,7 +48,7 @@ class CacheLayout:
 
 
 def describe_cache_layout(architecture: PreTrainedConfig) -> CacheLayout:
-    """Return the cache layout; without `layer_types`, a sliding window holds for all layers, as in transformers."""
+    """Return the cache layout. Without `layer_types` a sliding window holds for all layers, as in transformers."""
     num_layers = architecture.num_hidden_layers
     window = getattr(architecture, "sliding_window", None)
     layer_types = getattr(architecture, "layer_types", None)
@@ -67,7 +67,7 @@ def describe_cache_layout(architecture: PreTrainedConfig) -> CacheLayout:
 
 
 def measure_weights(architecture: PreTrainedConfig, dtype: torch.dtype) -> WeightSize:
-    """Return the size of the model's weights in `dtype`, from a copy without storage (on the meta device)."""
+    """Return the size of the model's weights in `dtype`, from a copy on the meta device."""
     auto_class: Any = AutoModelForCausalLM
     with torch.device("meta"):
         model = auto_class.from_config(
@@ -92,9 +92,9 @@ def kv_bytes_per_token(architecture: PreTrainedConfig, dtype: torch.dtype) -> in
 
 
 def cache_tokens_needed(full_lengths: Sequence[int], num_generations: int, page_size: int) -> int:
-    """Return the tokens of a cache that holds every request at full length (prompt and new tokens) at once.
+    """Return the size in tokens of a cache that holds all requests at full length at once.
 
-    `full_lengths` has one for each prompt. Each request takes whole pages, and shared prefixes are not discounted.
+    `full_lengths` has prompt and new tokens for each prompt. Requests take whole pages, and share none.
     """
     pages = sum(math.ceil(length / page_size) for length in full_lengths)
     return pages * num_generations * page_size
@@ -110,7 +110,7 @@ def request_blocks_needed(layout: CacheLayout, num_tokens: int, page_size: int) 
 
 
 def free_memory_bytes(device: torch.device) -> int:
-    """Return the bytes that can be allocated on `device`: for a CPU the RAM available, without swapping."""
+    """Return the bytes that can be allocated on `device`; for a CPU, in RAM without swapping."""
     if device.type == "cpu":
         return int(psutil.virtual_memory().available)
     free_bytes, _ = torch.cuda.mem_get_info(device)
@@ -118,7 +118,7 @@ def free_memory_bytes(device: torch.device) -> int:
 
 
 def total_memory_bytes(device: torch.device) -> int:
-    """Return the bytes that `device` has; unlike asking what is free, this takes none of a GPU's."""
+    """Return the bytes of `device`. Unlike `free_memory_bytes` this allocates nothing on a GPU."""
     if device.type == "cpu":
         return int(psutil.virtual_memory().total)
     return int(torch.cuda.get_device_properties(device).total_memory)
@@ -126,7 +126,7 @@ def total_memory_bytes(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class CacheCost:
-    """Bytes of a paged cache and of what a step needs beside it: `fixed_bytes` + tokens x `bytes_per_token`."""
+    """Bytes of a paged cache and of a step's buffers: `fixed_bytes` + tokens x `bytes_per_token`."""
 
     fixed_bytes: int
     bytes_per_token: int
@@ -148,11 +148,11 @@ def estimate_cache_cost(
     *,
     is_masked: bool,
 ) -> CacheCost:
-    """Return what a paged cache costs, by the terms of transformers' own sizing (`PagedAttentionMemoryHandler`).
+    """Return the cost of a paged cache, by transformers' own sizing (`PagedAttentionMemoryHandler`).
 
-    A step gathers one layer's keys and values; with `is_masked` attention (sdpa, eager) it repeats them for every query
-    head and builds a mask of batch tokens x (cached + batch tokens), one for each kind of layer. In a model with both
-    kinds of layers, memory given to the rarer kind alone would hold more tokens than it does for both.
+    A step gathers one layer's keys and values. With `is_masked` attention (sdpa, eager) it repeats them for each query
+    head, and builds a mask of batch tokens x (cached + batch tokens) for each kind of layer. In a model with both kinds
+    of layers, the memory would hold more tokens if it were only for the rarer kind.
     """
     layout = describe_cache_layout(architecture)
     num_heads, item = architecture.num_attention_heads, dtype.itemsize
@@ -178,7 +178,7 @@ def estimate_cache_cost(
 def check_fits(
     weight_bytes: int, cache_bytes: int, free_bytes: int, device: torch.device, what_to_lower: str
 ) -> None:
-    """Raise `MemoryBudgetError`, with the numbers and `what_to_lower`, unless weights and cache fit in `free_bytes`."""
+    """Raise `MemoryBudgetError` if weights and cache do not fit; its message has the numbers and `what_to_lower`."""
     if weight_bytes + cache_bytes <= free_bytes:
         return
     raise MemoryBudgetError(
@@ -189,5 +189,5 @@ def check_fits(
 
 
 def format_gib(num_bytes: float) -> str:
-    """Return `num_bytes` in GiB, in MiB when it is less than one of them."""
+    """Return `num_bytes` in GiB, or in MiB below one GiB."""
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / 1024**2:.1f} MiB"

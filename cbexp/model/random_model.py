@@ -1,4 +1,4 @@
-"""Builds a model of the true architecture with random weights, directly on its device and in its dtype."""
+"""Builds a model with random weights directly on its device and in its dtype."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def build_random_model(
 ) -> PreTrainedModel:
     """Return a model in eval mode whose weights follow transformers' own initialisation, drawn from `seed`.
 
-    Every tensor is created on `device` in `dtype`: nothing is drawn on the host and copied. Global random states are
-    left as they were.
+    Every tensor is created on `device` in `dtype`. Nothing is drawn on the host and copied. Global random states do not
+    change.
     """
     auto_class: Any = AutoModelForCausalLM
     with seeded(seed, device), torch.device(device):
@@ -36,7 +36,7 @@ def build_random_model(
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed torch's generators of the CPU and of `device` for the body, and put them back afterwards."""
+    """Seed torch's generators of the CPU and of `device` inside the context, and restore them after it."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield

@@ -134,10 +134,15 @@ class RunPlan:
         if self.has_engine_steps:
             plan |= {key: getattr(settings, key) for key in STEP_SETTINGS}
         if self.kind.has_paged_cache:
-            plan |= {"cache_tokens": self.cache_tokens, "block_sharing": self.block_sharing}
-        if self.kind.has_paged_cache and not self.kind.own_process:  # which decides itself of pages and steps
-            plan |= {"page_size": self.page_size, "scheduler": settings.scheduler}
-            plan |= {"max_batch_tokens": settings.max_batch_tokens}
+            cache = {
+                "cache_tokens": self.cache_tokens,
+                "page_size": self.page_size,
+                "block_sharing": self.block_sharing,
+                "scheduler": settings.scheduler,
+                "max_batch_tokens": settings.max_batch_tokens,
+            }
+            decided = ("cache_tokens", "block_sharing") if self.kind.own_process else tuple(cache)
+            plan |= {key: cache[key] for key in decided}
         return plan | {
             "settings_without_effect": [asdict(setting) for setting in self.idle],
             "warnings": list(self.warnings),

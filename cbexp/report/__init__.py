@@ -1,4 +1,4 @@
-"""From the folders of finished, failed and half-written runs to tables, files, one HTML page, and a verdict for CI."""
+"""Reports on finished, failed and half-written runs: tables, files, an HTML page, and a verdict for CI."""
 
 from cbexp.report.errors import ReportError
 from cbexp.report.loading import load_runs

@@ -1,4 +1,4 @@
-"""Which run the others are measured against, and the ratio: only ever between runs of the same work."""
+"""Which run is the baseline of each workload, and the ratio of throughputs to it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from cbexp.report.errors import ReportError
 from cbexp.report.labels import label_runs
 from cbexp.report.run import Run
 
-OTHER_WORK = "other work"
+OTHER_WORKLOAD = "other workload"
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """Throughput of a run / throughput of its baseline; `interval` is None with too few rounds."""
+    """Throughput of a run / throughput of its baseline. `interval` is None with too few rounds."""
 
     value: float
     interval: Interval | None
@@ -25,9 +25,9 @@ class Ratio:
 def choose_baselines(runs: Sequence[Run], named: str | None) -> dict[str, Run]:
     """The baseline of each `workload_hash` that has one.
 
-    `named` is words of the label or command line that fit one completed run of a workload: `compile=eager`, or
-    `compile=eager driver=sync`. Workloads in which it fits none have no baseline, so no ratio. Unnamed, the slowest
-    completed run of each workload is the baseline, where there are two.
+    `named` is a run's label or some of its overrides: `compile=eager`, or `compile=eager driver=sync`. It must fit at
+    most one completed run of each workload. A workload in which it fits none has no baseline and no ratios. If `named`
+    is None, the slowest completed run of each workload with at least two is its baseline.
 
     Raises:
         ReportError: `named` fits no completed run, or several of the same workload.
@@ -42,7 +42,7 @@ def choose_baselines(runs: Sequence[Run], named: str | None) -> dict[str, Run]:
         other = baselines.setdefault(str(run.workload_hash), run)
         if other is not run:
             raise ReportError(
-                f"baseline {named!r} fits several runs of the same work: {labels[other.folder]!r} and "
+                f"baseline {named!r} fits several runs of one workload: {labels[other.folder]!r} and "
                 f"{labels[run.folder]!r}. Name one of them."
             )
     if not baselines:
@@ -51,7 +51,7 @@ def choose_baselines(runs: Sequence[Run], named: str | None) -> dict[str, Run]:
 
 
 def ratio_of(run: Run, baselines: Mapping[str, Run]) -> Ratio | None:
-    """The ratio of a run to the baseline of the same work; None when either has no figures or there is no such one."""
+    """The ratio of a run to the baseline of its workload; None without such a baseline, or without figures."""
     base = baselines.get(run.workload_hash or "")
     if base is None or not _is_comparable(run):
         return None
@@ -62,12 +62,13 @@ def ratio_between(run: Run, base: Run) -> Ratio:
     """The ratio of two completed runs.
 
     Raises:
-        ReportError: they did different work, or it is not known that they did the same.
+        ReportError: their workloads differ or are unknown, or one of them has no throughput.
     """
     if run.workload_hash is None or run.workload_hash != base.workload_hash:
         raise ReportError(
-            f"{run.folder} and {base.folder} did different work (workload_hash {_short(run)} and {_short(base)}): "
-            "a ratio would compare nothing. Compare runs of the same prompts, limits and sampling."
+            f"{run.folder} and {base.folder} have different workloads "
+            f"(workload_hash {_short(run)} and {_short(base)}): a ratio would compare nothing. "
+            "Compare runs of the same prompts, limits and sampling."
         )
     rate, base_rate = run.output_tokens_per_s, base.output_tokens_per_s
     if rate is None or base_rate is None or base_rate <= 0:
@@ -76,13 +77,13 @@ def ratio_between(run: Run, base: Run) -> Ratio:
 
 
 def _slowest(runs: Sequence[Run]) -> dict[str, Run]:
-    by_work: dict[str, list[Run]] = {}
+    by_workload: dict[str, list[Run]] = {}
     for run in _comparable(runs):
-        by_work.setdefault(str(run.workload_hash), []).append(run)
+        by_workload.setdefault(str(run.workload_hash), []).append(run)
     return {
-        work: min(those, key=lambda run: run.output_tokens_per_s or 0.0)
-        for work, those in by_work.items()
-        if len(those) > 1
+        workload_hash: min(its_runs, key=lambda run: run.output_tokens_per_s or 0.0)
+        for workload_hash, its_runs in by_workload.items()
+        if len(its_runs) > 1
     }
 
 

@@ -1,4 +1,4 @@
-"""How sure the ratio of two runs is: a bootstrap interval of the ratio of their medians."""
+"""A bootstrap confidence interval for the ratio of two runs' median throughput."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ class Interval:
 def ratio_interval(rounds: Sequence[TimedRound], base_rounds: Sequence[TimedRound]) -> Interval | None:
     """The percentile bootstrap interval of (throughput of a run) / (throughput of its baseline), by `RULE`.
 
-    Source: Efron and Tibshirani, An Introduction to the Bootstrap (1993), chapter 13. Of three rounds it spans all
-    pairs of rounds, since a resample has its least value as median in 7 of 27 cases; so few rounds give wide
-    intervals, not false alarms. Rounds share their process: what differs from process to process (clocks, placement of
-    memory) is not in it, which is why `compare` asks for a threshold on top. None with too few rounds, or with one that
-    gave no output.
+    None with too few rounds, or where a round gave no output.
+
+    Source: Efron and Tibshirani, An Introduction to the Bootstrap (1993), chapter 13. Three rounds give a wide
+    interval, not a false alarm: the least of them is the median of 7 in 27 resamples, so the interval spans all pairs
+    of rounds. The rounds of a run share one process. Differences between processes (clocks, placement of memory) are
+    therefore not in the interval, and `compare` adds a threshold for them.
     """
     if min(len(rounds), len(base_rounds)) < MIN_ROUNDS:
         return None
@@ -49,7 +50,7 @@ def ratio_interval(rounds: Sequence[TimedRound], base_rounds: Sequence[TimedRoun
 
 
 def _resampled_rates(rounds: Sequence[TimedRound], generator: np.random.Generator) -> np.ndarray:
-    """Throughput of the median round of every resample, with the rule of `metrics.spread_of_rate`; [resamples]."""
+    """Throughput of each resample's median round, [resamples], by the rule of `metrics.spread_of_rate`."""
     ordered = np.array(sorted((timed.wall_s, timed.num_output_tokens) for timed in rounds))
     ranks = np.sort(generator.integers(len(rounds), size=(NUM_RESAMPLES, len(rounds))), axis=1)
     middle = ordered[ranks[:, (len(rounds) - 1) // 2 : len(rounds) // 2 + 1]].sum(axis=1)

@@ -1,4 +1,4 @@
-"""The page's charts as plain Plotly figures: data and layout, with colours by the names of the page's style."""
+"""Parts of Plotly figures that the page's charts share. Colours are names from the page's style sheet."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HIGH_ROW_PX, LOW_ROW_PX, FRAME_PX = 40, 25, 72
 
 @dataclass(frozen=True)
 class Shown(Generic[T]):
-    """What a chart shows of a run, with the run's number in the table and its label."""
+    """What a chart shows of one run, with the run's number in the table and its label."""
 
     number: int
     label: str
@@ -29,7 +29,7 @@ class Shown(Generic[T]):
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure, its title and what it shows, and the height in pixels that it needs."""
+    """A Plotly figure with its title, caption and height."""
 
     chart_id: str
     title: str
@@ -41,7 +41,7 @@ class Chart:
 def build_chart(
     chart_id: str, title: str, caption: str, data: Sequence[Figure], layout: Figure, height_px: int
 ) -> Chart:
-    """A chart without a margin that its text does not need, and without the modes of dragging; as high as its place."""
+    """A chart with narrow margins and without dragging."""
     base: Figure = {
         "margin": {"l": 8, "r": 16, "t": 8, "b": 8},
         "dragmode": False,
@@ -51,12 +51,12 @@ def build_chart(
 
 
 def escape(text: str) -> str:
-    """Text for Plotly, which takes tags for markup."""
+    """Escape text for Plotly, which reads tags as markup."""
     return html.escape(text, quote=False)
 
 
 def rows_axis(labels: Sequence[str]) -> Figure:
-    """A vertical axis with one row for each label, the first on top; many rows have labels of one line."""
+    """A vertical axis with a row for each label, the first on top. Labels take one line when there are many."""
     columns, num_lines = (LONG_TICK_COLUMNS, 1) if len(labels) > MAX_HIGH_ROWS else (TICK_COLUMNS, 2)
     return {
         "tickmode": "array",
@@ -95,11 +95,11 @@ def log_scale(low: float, high: float) -> Figure:
 
 
 def rows_height_px(num_rows: int) -> int:
-    """Pixels for that many rows and the axis below them."""
+    """The height of a chart with `num_rows` rows and an axis below them."""
     return (LOW_ROW_PX if num_rows > MAX_HIGH_ROWS else HIGH_ROW_PX) * num_rows + FRAME_PX
 
 
 def hover(title: str, lines: Mapping[str, str]) -> str:
-    """The text of a hover box: a title and lines of name and value."""
+    """The text of a hover box: a title, then a line for each name and value."""
     body = "<br>".join(f"{escape(name)}: <b>{escape(value)}</b>" for name, value in lines.items())
     return f"<b>{escape(title)}</b><br>{body}"

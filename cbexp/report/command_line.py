@@ -1,4 +1,4 @@
-"""The command: which report, of which folders, to which files; exit statuses for CI."""
+"""The command line of reports: its arguments, its output files and its exit statuses."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FORMATS: dict[str, Formatter] = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; returns its exit status: 0 done, 2 not to be done as asked, those of `compare` otherwise."""
+    """Run the command. Returns its exit status: 0 done, 2 impossible as asked, or the status of a comparison."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Names of folders are bytes that need not be Unicode, and a terminal may lack signs.
         sys.stdout.reconfigure(errors="replace")
@@ -60,7 +60,7 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _targets(options: argparse.Namespace) -> dict[str, Path]:
-    """Format -> where it goes; refused before a long report is made for nothing."""
+    """Output file of each format. Checked first, since a long report should not be made in vain."""
     targets: dict[str, Path] = {}
     for name in FORMATS:
         path = getattr(options, name)
@@ -106,7 +106,7 @@ def _print(text: str) -> None:
 def _report_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m cbexp.report",
-        description="Print the runs of some folders, the fastest first. Another form tells whether a later report "
+        description="Print the runs of some folders, the fastest first. Another form says whether a later report "
         f"has regressed: python -m cbexp.report {COMPARE} OLD NEW",
     )
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Two reports, cell by cell: what became slower, failed or wrong beyond the noise, by one stated rule, for CI."""
+"""Compares two reports cell by cell: what became slower, fails or answers wrongly, by one rule, for CI."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Literal
 
 from cbexp.report import bootstrap
-from cbexp.report.accuracy import STANDARD_ERRORS, is_less_accurate
+from cbexp.report.answers import STANDARD_ERRORS, is_less_accurate
 from cbexp.report.baseline import Ratio, ratio_between
 from cbexp.report.errors import ReportError
-from cbexp.report.labels import label_runs, telling_overrides
+from cbexp.report.labels import label_runs, relevant_overrides
 from cbexp.report.run import Run
 
 Verdict = Literal[
@@ -26,7 +26,7 @@ NO_REGRESSION, REGRESSION, UNCLEAR = 0, 1, 3
 
 @dataclass(frozen=True)
 class Change:
-    """What became of one cell. `reason` says why the verdict is as it is, where the ratio alone does not."""
+    """The verdict on one cell. `reason` explains it where the ratio alone does not."""
 
     label: str
     verdict: Verdict
@@ -37,21 +37,21 @@ class Change:
 
 
 def describe_rule(threshold: float) -> str:
-    """The rule in words, for whoever reads the verdicts."""
+    """The rule of the verdicts, in words."""
     return (
         f"Rule: a cell is slower when the whole interval of new / old lies below {1 - threshold:g}, faster when it "
         f"lies above {1 + threshold:g} ({bootstrap.RULE}). It is less accurate when the share of correct completions "
         f"falls by more than {STANDARD_ERRORS:g} standard errors of the difference, those of one round. A cell that "
         "completed in OLD and did not in NEW has failed or is missing. Cells are paired by their overrides. Different "
-        "work (workload_hash) or too few rounds: unclear."
+        "workloads (workload_hash) or too few rounds: unclear."
     )
 
 
 def compare_runs(old: Sequence[Run], new: Sequence[Run], threshold: float) -> list[Change]:
-    """The change of every cell, regressions first. One run on either side is paired whatever its overrides.
+    """The change of every cell, regressions first. A single run on each side is paired whatever its overrides.
 
     Raises:
-        ReportError: a side has no runs, or two with the same overrides; or `threshold` is no share.
+        ReportError: a side has no runs, or two with the same overrides, or `threshold` is not in [0, 1).
     """
     if not 0 <= threshold < 1:
         raise ReportError(f"threshold={threshold:g} is outside [0, 1): give a share, as 0.02 for 2 %.")
@@ -62,7 +62,7 @@ def compare_runs(old: Sequence[Run], new: Sequence[Run], threshold: float) -> li
 
 
 def exit_status(changes: Sequence[Change]) -> int:
-    """1 with a regression, 3 when without one something stayed unclear, else 0: everything compared, nothing worse."""
+    """1 with a regression. 3 if without one a cell is unclear or none was compared. Otherwise 0."""
     verdicts = {change.verdict for change in changes}
     if verdicts & set(REGRESSIONS):
         return REGRESSION
@@ -83,7 +83,7 @@ def _pair(old: Sequence[Run], new: Sequence[Run]) -> list[tuple[Run | None, Run 
 def _by_overrides(runs: Sequence[Run], side: str) -> dict[frozenset[str], Run]:
     found: dict[frozenset[str], Run] = {}
     for run in runs:
-        other = found.setdefault(frozenset(telling_overrides(run)), run)
+        other = found.setdefault(frozenset(relevant_overrides(run)), run)
         if other is not run:
             raise ReportError(
                 f"{side}: {other.folder} and {run.folder} have the same overrides, so that neither can be paired. "

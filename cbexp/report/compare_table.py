@@ -1,4 +1,4 @@
-"""What a comparison says on the terminal: a row for each cell, the environment's differences, the rule, the verdict."""
+"""A comparison as text for the terminal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VERDICTS = {
 def format_comparison(
     old: Sequence[Run], new: Sequence[Run], changes: Sequence[Change], threshold: float
 ) -> str:
-    """The changes as a table without colours, how the environments differ, the rule, and a count of the verdicts."""
+    """A row for each cell, then differences between the environments, the rule, and the verdict."""
     table = format_columns(HEADERS, [_cells(change) for change in changes], (0, 1, len(HEADERS) - 1))
 
     sides = {"OLD": {run.folder for run in old}, "NEW": {run.folder for run in new}}

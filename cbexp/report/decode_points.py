@@ -1,4 +1,4 @@
-"""Where a run's decoding lies in the plane of batch, context and throughput, and the ceiling that memory sets there."""
+"""A run's decoding as a point in batch, context and throughput, and the memory roofline above it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from cbexp.report.run import Run
 class Ceiling:
     """The memory roofline of one model on one card: output tokens per second = batch x bandwidth / bytes of a step.
 
-    A step reads `weight_bytes` once and for every row the keys and values of its context, of which the layers with a
-    sliding window read no more than that.
+    A step reads `weight_bytes` once, and for each request the keys and values of its context. The share
+    `sliding_share` of the layers reads at most the last `window` tokens of it.
     """
 
     bandwidth_bytes_per_s: float
@@ -30,7 +30,7 @@ class Ceiling:
         return batch * self.bandwidth_bytes_per_s / step_bytes
 
     def kv_bytes(self, context: float) -> float:
-        """Bytes of keys and values that one row of `context` tokens reads in a step."""
+        """Bytes of keys and values that a step reads for one request of `context` tokens."""
         seen = min(context, self.window) if self.window else context
         return self.kv_bytes_per_token * ((1 - self.sliding_share) * context + self.sliding_share * seen)
 
@@ -53,9 +53,9 @@ class DecodePoint:
 
 
 def find_decode_point(run: Run) -> DecodePoint | None:
-    """The point of a completed run whose driver tells of its steps; None without.
+    """The point of a completed run; None where its driver records no steps.
 
-    The bytes of a step come from the run's own roofline fraction, which the engine counted weight by weight.
+    The bytes of a step follow from the run's own roofline fraction, for which the engine counted every weight.
     """
     step_s, batch = positive_number(run.summary, "decode_step_s", "mean"), _mean_decode_batch(run)
     if not run.is_completed or step_s is None or batch is None:
@@ -93,9 +93,9 @@ def _mean_decode_batch(run: Run) -> float | None:
 
 
 def _mean_context(run: Run) -> float | None:
-    """Tokens before and at an average decoded token: `cbexp.metrics.mean_decode_context`.
+    """Mean number of tokens that a decode step attends to, as in `cbexp.metrics.mean_decode_context`.
 
-    Without records of requests it is known where all have the same length: prompt + new tokens / 2.
+    Without records of requests it is known only for a fixed length: prompt + new tokens / 2.
     """
     num_decoded, num_read = 0.0, 0.0
     timed = {number(timed.record, "round_index") for timed in run.rounds}

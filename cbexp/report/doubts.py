@@ -1,35 +1,35 @@
-"""What makes a run's figures doubtful, or hard to get again, as sentences."""
+"""Reasons to doubt a run's figures, or that it can be repeated, as sentences."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from cbexp.report.accuracy import find_most_accurate, is_less_accurate
+from cbexp.report.answers import find_most_accurate, is_less_accurate
 from cbexp.report.json_files import lookup, number, strings
 from cbexp.report.run import Run
 
-MAX_MEMORY_IN_USE_MIB = 1024  # a CUDA context or two; more is somebody's work
+MAX_MEMORY_IN_USE_MIB = 1024  # a CUDA context or two; more is in use by others
 MAX_HALF_RANGE = 0.05
 
 
 def find_doubts(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Sentence -> the runs that it is true of."""
+    """Each sentence with the runs that it is true of."""
     doubts: dict[str, list[Run]] = {}
     for run in runs:
         for doubt in [*_doubts_of_figures(run), *_doubts_of_environment(run), *run.remarks]:
             doubts.setdefault(doubt, []).append(run)
     if wrong := _find_wrong_more_often(runs):
-        doubts["fewer correct completions than another run of the same work, beyond chance"] = wrong
+        doubts["fewer correct completions than another run of the same workload, beyond chance"] = wrong
     return doubts
 
 
 def _find_wrong_more_often(runs: Sequence[Run]) -> list[Run]:
-    """Runs whose answers are wrong more often than those of the most accurate run of their work."""
-    works: dict[str, list[Run]] = {}
+    """Runs that answer correctly less often than the most accurate run of their workload, beyond chance."""
+    workloads: dict[str, list[Run]] = {}
     for run in runs:
         if run.workload_hash is not None:
-            works.setdefault(run.workload_hash, []).append(run)
-    best = {work: find_most_accurate(some) for work, some in works.items()}
+            workloads.setdefault(run.workload_hash, []).append(run)
+    best = {key: find_most_accurate(some) for key, some in workloads.items()}
     return [
         run
         for run in runs

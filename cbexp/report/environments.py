@@ -1,4 +1,4 @@
-"""What the runs stood on: where it differs between them, and what makes figures doubtful."""
+"""The environments of runs: what they share, where they differ, and the notes about them."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ UNKNOWN = "not recorded"
 
 @dataclass(frozen=True)
 class Difference:
-    """One fact of the environment, and its values with the runs that have each."""
+    """A fact that differs between runs: its values, and the runs that have each."""
 
     fact: str
     values: Mapping[str, Sequence[Run]]
 
 
 def shared_facts(runs: Sequence[Run]) -> dict[str, str]:
-    """Facts that all runs have in common, in their order."""
+    """The facts that are the same for all runs."""
     return {fact: next(iter(values)) for fact, values in _by_fact(runs).items() if len(values) == 1}
 
 
 def find_differences(runs: Sequence[Run]) -> list[Difference]:
-    """Facts that are not the same for all runs; of runs that got as far as recording their environment."""
+    """The facts that differ between runs; runs without a recorded environment do not count."""
     return [Difference(fact, values) for fact, values in _by_fact(runs).items() if len(values) > 1]
 
 
 def format_notes(runs: Sequence[Run], describe: Callable[[Sequence[Run]], str]) -> str:
-    """Doubts and differences, a line each, with the runs as `describe` names them; empty when there are none."""
+    """Doubts and differences, a line each. `describe` names the runs concerned. Empty when there are none."""
     lines = [f"note: {doubt} ({describe(concerned)})" for doubt, concerned in find_doubts(runs).items()]
     for difference in find_differences(runs):
         values = [f"{value} ({describe(having)})" for value, having in difference.values.items()]
@@ -51,7 +51,7 @@ def _by_fact(runs: Sequence[Run]) -> dict[str, dict[str, list[Run]]]:
 
 
 def describe_environment(run: Run) -> dict[str, str]:
-    """Fact -> value of one run, in the order to show them."""
+    """The facts of one run's environment, in the order to show them."""
     environment = run.environment
     facts = {fact: describe(environment) for fact, describe in _FACTS.items()}
     facts |= {"GPU clocks and power": _clocks(run), "host": text(run.status_record, "host")}
@@ -98,7 +98,7 @@ def _gpus(environment: Mapping[str, Any]) -> str | None:
 
 
 def _clocks(run: Run) -> str | None:
-    """Limits alone: what the clocks were at the moment of asking differs from run to run."""
+    """Limits only: the clocks of a moment differ from run to run."""
     limits = [
         f"at most {gpu.get('max_sm_mhz')} MHz, memory {gpu.get('max_memory_mhz')} MHz, {gpu.get('power_limit_w')} W"
         for gpu in run.gpu_states

@@ -1,7 +1,7 @@
-"""What a report refuses to do."""
+"""The error of reports."""
 
 from cbexp.errors import CbexpError
 
 
 class ReportError(CbexpError):
-    """A report cannot be made as asked: no runs, an unknown baseline, a comparison of different work."""
+    """A report cannot be made as asked: no runs, an unknown baseline, a ratio between different workloads."""

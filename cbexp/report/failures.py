@@ -1,4 +1,4 @@
-"""Runs that ended badly, with their reason and where their records are."""
+"""Runs without figures: the reason, and where their records are."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ UNFINISHED = {"not_started": "its turn had not come", "running": "it goes on"}
 
 
 def describe_reason(run: Run) -> str:
-    """Why a run has no figures, in the words that it left."""
+    """Why a run has no figures, from its own records."""
     reason = run.message or UNFINISHED.get(run.status, NO_REASON)
     return f"{run.error_class}: {reason}" if run.error_class and run.message else reason
 
@@ -24,7 +24,7 @@ def without_figures(runs: Sequence[Run]) -> list[Run]:
 
 
 def format_failures(runs: Sequence[Run]) -> str:
-    """A paragraph for each run that did not complete and has something to say; empty when all did."""
+    """A paragraph for each run that failed or left a message; empty when all completed."""
     labels = label_runs(runs)
     paragraphs = [
         printable(

@@ -1,4 +1,4 @@
-"""Reads records that may be missing, torn, or not ours at all: what is wrong becomes a remark, never an exception."""
+"""Reads records that may be missing, torn or foreign. Faults become remarks, not exceptions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Reader:
     remarks: list[str] = field(default_factory=list)
 
     def read_object(self, name: str) -> dict[str, Any] | None:
-        """The JSON object in a file; None when there is no such file, or, with a remark, when it holds no object."""
+        """The JSON object in a file; None if the file is missing, or, with a remark, if it holds none."""
         text = self._read_text(name)
         if text is None:
             return None
@@ -33,7 +33,7 @@ class Reader:
         return value
 
     def read_rows(self, name: str) -> list[dict[str, Any]]:
-        """The JSON objects in a file of JSON lines. A torn last line is left out silently, as after a crash."""
+        """The JSON objects in a file of JSON lines. A torn last line, as a crash leaves it, is skipped silently."""
         text = self._read_text(name)
         if text is None:
             return []
@@ -50,7 +50,7 @@ class Reader:
         return [] if text is None else list(_list_items(text))
 
     def read_yaml(self, name: str) -> dict[str, Any]:
-        """The mapping in a YAML file; empty when there is no such file, or when it holds none."""
+        """The mapping in a YAML file; empty when the file is missing or holds none."""
         text = self._read_text(name)
         try:
             value = None if text is None else yaml.safe_load(text)
@@ -86,7 +86,7 @@ def lookup(values: Mapping[str, Any], *names: str) -> Any:
 
 
 def number(values: Mapping[str, Any], *names: str) -> float | None:
-    """A number inside nested mappings that can be reckoned with; None for anything else: NaN, infinity, 1e308."""
+    """A number inside nested mappings; None for anything else, and for NaN, infinity or extreme sizes."""
     value = lookup(values, *names)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -94,7 +94,7 @@ def number(values: Mapping[str, Any], *names: str) -> float | None:
 
 
 def positive_number(values: Mapping[str, Any], *names: str) -> float | None:
-    """A number above zero inside nested mappings; None for anything else, as a count or time that cannot be."""
+    """A number above zero inside nested mappings; None for anything else."""
     value = number(values, *names)
     return value if value is not None and value > 0 else None
 

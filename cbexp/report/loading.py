@@ -1,4 +1,4 @@
-"""Finds the runs below some folders and reads them, whatever state the folders are in."""
+"""Finds the runs below some folders and reads them, also half-written ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from cbexp.report.errors import ReportError
 from cbexp.report.json_files import Reader, lookup, number, strings, text
 from cbexp.report.run import Run, TimedRound
-from cbexp.report.status import resolve_status
+from cbexp.run_status import find_live_owner
 
 RUN_FILES = ("status.json", "summary.json", "rounds.jsonl", "cell.json")
 SWEEP_FILE = "sweep.json"
@@ -22,14 +22,14 @@ EARLIER_ATTEMPTS = "attempts"  # of a cell that was run again
 
 
 def load_runs(paths: Sequence[Path]) -> list[Run]:
-    """All runs in or below the folders, those of a sweep in its order; links are followed, each folder counts once.
+    """All runs in or below the folders, those of a sweep in its order.
 
-    Folders of other things are passed over; half-written, torn and killed runs are there with what could be read.
-    Cells that a sweep.json names and that have no records yet are `not_started`; a sweep.json that does not name its
-    cells is an `unreadable` run, so that what is missing is not missed.
+    Links are followed, and each folder counts once. Other folders are skipped. Half-written, torn and killed runs are
+    read as far as possible. Cells that sweep.json names and that have no records are `not_started`. A sweep.json that
+    names no cells is an `unreadable` run, so that missing cells do not go unnoticed.
 
     Raises:
-        ReportError: a path is not there, or its folder cannot be read.
+        ReportError: a path does not exist, or its folder cannot be read.
     """
     runs: dict[Path, Run] = {}
     for path in paths:
@@ -43,7 +43,7 @@ def load_runs(paths: Sequence[Path]) -> list[Run]:
 
 
 def _load_below(root: Path) -> Iterator[Run]:
-    """Runs of a tree: the cells of a sweep where its first folder is met, other runs in order of their names."""
+    """The runs of a tree, in order of their names; a sweep's cells follow sweep.json."""
     loaded: set[Path] = set()
     for path, names, files in _walk_once(root):
         runs = list(_load_cells(path)) if SWEEP_FILE in files else []
@@ -56,7 +56,7 @@ def _load_below(root: Path) -> Iterator[Run]:
 
 
 def _walk_once(root: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
-    """As `os.walk` from above, names in order, through links too; no folder twice, so that a loop of links ends."""
+    """Like `os.walk`, with sorted names and through links. No folder comes twice, so a loop of links ends."""
     seen: set[str] = set()
     for folder, names, files in os.walk(root, onerror=partial(_refuse_unreadable, root), followlinks=True):
         place = os.path.realpath(folder)
@@ -69,17 +69,17 @@ def _walk_once(root: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
 
 
 def _leads_up(folder: str, name: str) -> bool:
-    """Whether a name links to its own folder or one above, through which all of a disk might be read."""
+    """Whether a name links to its own folder or one above it, which could lead through the whole disk."""
     path = os.path.join(folder, name)
     return os.path.islink(path) and Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(path))
 
 
 def load_run(folder: Path, cell: Mapping[str, Any] | None = None, sweep_name: str | None = None) -> Run:
-    """Read one run's folder; `cell` and `sweep_name` are what its sweep says, for folders that do not tell it."""
+    """Read one run's folder. `cell` and `sweep_name` come from its sweep, for folders that lack them."""
     reader = Reader(folder)
     cell = reader.read_object("cell.json") or cell or {}
     status, summary = reader.read_object("status.json"), reader.read_object("summary.json")
-    shown, message = resolve_status(status, summary)
+    shown, message = _resolve_status(status, summary)
     if not reader.remarks and not any(os.path.exists(folder / name) for name in RUN_FILES[:-1]):
         shown, message = "not_started", None
     overrides = _overrides(reader, cell)
@@ -101,8 +101,25 @@ def load_run(folder: Path, cell: Mapping[str, Any] | None = None, sweep_name: st
     )
 
 
+def _resolve_status(
+    status: Mapping[str, Any] | None, summary: Mapping[str, Any] | None
+) -> tuple[str, str | None]:
+    """The status to show and its message, from status.json and summary.json; None for an unreadable file."""
+    written = None if status is None else text(status, "status")
+    message = None if status is None else text(status, "message")
+    if written is None:
+        if summary is not None and text(summary, "status") == "completed":
+            return "completed", message
+        return "unreadable", "no status.json that can be read, and no summary.json"
+    if written == "completed" and summary is None:
+        return "unreadable", "status.json says completed, but there is no summary.json that can be read"
+    if written == "running" and find_live_owner(status) is None:
+        return "killed", "status.json says running, but its process is gone and left no reason"
+    return written, message
+
+
 def _refuse_unreadable(root: Path, error: OSError) -> None:
-    """A folder below that cannot be read is passed over: a sweep says itself that there is a cell."""
+    """Refuse an unreadable root. Unreadable folders below are skipped: sweep.json lists the cells."""
     if Path(str(error.filename)) == root:
         raise ReportError(f"{root} cannot be read: {error.strerror}.") from error
 
@@ -127,7 +144,7 @@ def _unreadable_sweep(folder: Path, why: str) -> Run:
 
 
 def _locate(sweep_folder: Path, recorded: str | None) -> Path | None:
-    """A cell's folder, also where the sweep has been moved or copied since; None where it can be nowhere."""
+    """A cell's folder, also after the sweep was moved or copied; None if no path can be made of it."""
     if not recorded:
         return None
     try:
@@ -140,7 +157,7 @@ def _locate(sweep_folder: Path, recorded: str | None) -> Path | None:
 
 
 def _overrides(reader: Reader, cell: Mapping[str, Any]) -> tuple[str, ...]:
-    """From cell.json or the sweep, from a list kept beside the records, or from what Hydra left."""
+    """From cell.json or sweep.json, else from a list beside the records, else from Hydra's own record."""
     found = (
         strings(cell, "overrides")
         or reader.read_list("overrides.yaml")
@@ -154,7 +171,7 @@ def _command(overrides: Sequence[str]) -> str | None:
 
 
 def _read_rounds(reader: Reader) -> tuple[tuple[TimedRound, ...], float]:
-    """The timed rounds, and the seconds of the warmup rounds."""
+    """The timed rounds, and the total seconds of the warmup rounds."""
     timed, warmup_s = [], 0.0
     for row in reader.read_rows("rounds.jsonl"):
         wall_s, num_tokens = number(row, "wall_s"), number(row, "num_output_tokens")

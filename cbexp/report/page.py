@@ -1,4 +1,4 @@
-"""The report as one self-contained HTML page: opens without a network, light or dark as the reader's system is."""
+"""The report as one HTML page that needs no network and follows the reader's light or dark mode."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from cbexp.report.errors import ReportError
 from cbexp.report.failures import describe_reason, without_figures
 from cbexp.report.json_files import Reader
 from cbexp.report.labels import shorten
-from cbexp.report.numbers_of_rows import format_numbers
-from cbexp.report.page_charts import LONE, charts_of_all, shown_contests, throughput_charts
+from cbexp.report.page_charts import LONE, charted_workloads, charts_of_all, throughput_charts
 from cbexp.report.page_table import columns_for
 from cbexp.report.peak_memory import find_peak_memory
-from cbexp.report.rows import Row, run_rows
+from cbexp.report.rows import Row, format_row_numbers, run_rows
 from cbexp.report.run import Run
-from cbexp.report.table import describe_baselines, name_by_number, require_runs
-from cbexp.report.work_order import describe_reference
-from cbexp.report.works import find_works, letters_of
+from cbexp.report.table import name_by_number, require_runs
+from cbexp.report.table_notes import describe_baselines
+from cbexp.report.workload_order import describe_reference
+from cbexp.report.workloads import find_workloads, letters_of
 
 MAX_LOG_LINES = 25
-MAX_NAMES = 3  # a title of more says nothing
+MAX_NAMES = 3  # in the title
 
 
 def build_page(runs: Sequence[Run], baseline: str | None = None) -> str:
     """The page as text.
 
     Raises:
-        ReportError: there is no run, `baseline` names none or several, or plotly is not installed.
+        ReportError: there is no run, `baseline` fits none or several, or plotly is not installed.
     """
     require_runs(runs)
     plotly = _load_plotly()
@@ -45,22 +45,22 @@ def build_page(runs: Sequence[Run], baseline: str | None = None) -> str:
 
 
 def _results(runs: Sequence[Run], rows: Sequence[Row], baseline: str | None) -> dict[str, Any]:
-    works = find_works(rows, runs)
+    workloads = find_workloads(rows, runs)
     number_of = {row["folder"]: number for number, row in enumerate(rows, start=1)}
-    throughput, others = throughput_charts(works, rows), charts_of_all(runs, rows, works)
+    throughput, others = throughput_charts(workloads, rows), charts_of_all(runs, rows, workloads)
     return {
         "title": _title(runs),
         "made_at": datetime.now(UTC),
         "rows": rows,
         "columns": columns_for(rows),
         "number_of": number_of,
-        "numbers": lambda some: format_numbers([number_of[row["folder"]] for row in some]),
+        "numbers": lambda some: format_row_numbers([number_of[row["folder"]] for row in some]),
         "short": shorten({row["folder"]: row["label_in_work"] for row in rows}),
         "run_of": {str(run.folder): run for run in runs},
-        "works": works,
-        "contests": shown_contests(works),
-        "num_contests": sum(work.is_contest for work in works),
-        "letter_of": letters_of(works),
+        "workloads": workloads,
+        "charted_workloads": charted_workloads(workloads),
+        "num_winners": sum(workload.has_winner for workload in workloads),
+        "letter_of": letters_of(workloads),
         "throughput": throughput,
         "lone": throughput.get(LONE),
         "charts": others,
@@ -73,7 +73,7 @@ def _results(runs: Sequence[Run], rows: Sequence[Row], baseline: str | None) -> 
 
 
 def _title(runs: Sequence[Run]) -> str:
-    """The names of the experiments, or how many there are; those of folders only where no run has another."""
+    """The names of the completed runs' experiments (all runs' if none completed), or how many there are."""
     names = [run.name for run in runs if run.is_completed] or [run.name for run in runs]
     different = dict.fromkeys(names)
     return " + ".join(different) if len(different) <= MAX_NAMES else f"{len(different)} experiments"

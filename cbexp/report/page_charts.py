@@ -1,4 +1,4 @@
-"""Which charts a page has, of which runs."""
+"""Which charts the page has, and the runs in each."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from cbexp.report.step_times import find_step_times
 from cbexp.report.throughput_chart import build_throughput_chart
 from cbexp.report.time_charts import build_step_time_chart, build_time_use_chart
 from cbexp.report.time_use import seconds_by_phase
-from cbexp.report.works import Work, letters_of
+from cbexp.report.workloads import Workload, letters_of
 
 T = TypeVar("T")
 LONE = "lone"
 # More would take a browser minutes to draw, and nobody would read them.
-MAX_CHARTED_RUNS, MAX_CONTESTS = 100, 20
+MAX_CHARTED_RUNS, MAX_CHARTED_WORKLOADS = 100, 20
 
 
-def shown_contests(works: Sequence[Work]) -> list[Work]:
-    """The works that have a winner and a chart of their own; those with most runs where there are too many."""
-    return [work for work in works if work.is_contest][:MAX_CONTESTS]
+def charted_workloads(workloads: Sequence[Workload]) -> list[Workload]:
+    """The first `MAX_CHARTED_WORKLOADS` workloads that have a winner; each gets a chart of its own."""
+    return [workload for workload in workloads if workload.has_winner][:MAX_CHARTED_WORKLOADS]
 
 
-def throughput_charts(works: Sequence[Work], rows: Sequence[Row]) -> dict[str, Chart]:
-    """The letter of a work -> its throughput, and under `LONE` that of runs without anybody to compare with.
+def throughput_charts(workloads: Sequence[Workload], rows: Sequence[Row]) -> dict[str, Chart]:
+    """A throughput chart by each workload's letter, and one under `LONE` for runs with nothing to compare with.
 
-    Where there is one work alone, its chart names the runs without figures as well.
+    If there is only one workload, its chart also shows the runs without figures.
     """
     short = shorten({row["folder"]: row["label_in_work"] for row in rows})
 
@@ -40,20 +40,22 @@ def throughput_charts(works: Sequence[Work], rows: Sequence[Row]) -> dict[str, C
         return _draw(lambda few: build_throughput_chart(f"throughput_{name}", few, short, has_winner), some)
 
     charts = {
-        work.letter: draw(work.letter, rows if len(works) == 1 else work.rows, has_winner=True)
-        for work in shown_contests(works)
+        workload.letter: draw(
+            workload.letter, rows if len(workloads) == 1 else workload.rows, has_winner=True
+        )
+        for workload in charted_workloads(workloads)
     }
-    lone = [row for work in works if not work.is_contest for row in work.rows]
+    lone = [row for workload in workloads if not workload.has_winner for row in workload.rows]
     if lone:
         charts[LONE] = draw(LONE, lone, has_winner=False)
     return charts
 
 
-def charts_of_all(runs: Sequence[Run], rows: Sequence[Row], works: Sequence[Work]) -> list[Chart]:
-    """The roofline, the distribution of step times, and where the time goes; those that the records can fill."""
-    charts, labels = [], _labels_of_all(rows, works)
+def charts_of_all(runs: Sequence[Run], rows: Sequence[Row], workloads: Sequence[Workload]) -> list[Chart]:
+    """The charts of roofline, step times and time use, as far as the records have them."""
+    charts, labels = [], _labels_of_all(rows, workloads)
     if points := _known(find_decode_point, runs, labels):
-        charts.append(_draw(lambda few: build_roofline_chart(few, has_winner=len(works) == 1), points))
+        charts.append(_draw(lambda few: build_roofline_chart(few, has_winner=len(workloads) == 1), points))
     if times := _known(find_step_times, runs, labels):
         charts.append(_draw(build_step_time_chart, times))
     if seconds := _known(seconds_by_phase, runs, labels):
@@ -66,13 +68,13 @@ def _draw(build: Callable[[Sequence[T]], Chart], of_runs: Sequence[T]) -> Chart:
     chart = build(of_runs[:MAX_CHARTED_RUNS])
     if len(of_runs) <= MAX_CHARTED_RUNS:
         return chart
-    told = f"Only the first {MAX_CHARTED_RUNS} of {len(of_runs):,} runs are drawn; the table has them all."
-    return replace(chart, caption=f"{chart.caption} {told}")
+    remark = f"Only the first {MAX_CHARTED_RUNS} of {len(of_runs):,} runs are drawn; the table has them all."
+    return replace(chart, caption=f"{chart.caption} {remark}")
 
 
-def _labels_of_all(rows: Sequence[Row], works: Sequence[Work]) -> dict[str, str]:
-    """The folder of each row -> its label, and before it the letter of its work where there are several."""
-    letters = letters_of(works) if len(works) > 1 else {}
+def _labels_of_all(rows: Sequence[Row], workloads: Sequence[Workload]) -> dict[str, str]:
+    """Each row's folder with its label, after the workload's letter where there are several workloads."""
+    letters = letters_of(workloads) if len(workloads) > 1 else {}
     short = shorten({row["folder"]: row["label_in_work"] for row in rows})
     return {
         folder: f"{letters[folder]}: {label}" if folder in letters else label
@@ -81,7 +83,7 @@ def _labels_of_all(rows: Sequence[Row], works: Sequence[Work]) -> dict[str, str]
 
 
 def _known(find: Callable[[Run], T | None], runs: Sequence[Run], labels: Mapping[str, str]) -> list[Shown[T]]:
-    """What is found of the runs, where something is, in the order of the labels, which is that of the table."""
+    """What `find` returns for each run, without None or empty values, in the order of the table."""
     run_of = {str(run.folder): run for run in runs}
     found = [
         (number, label, find(run_of[folder]))

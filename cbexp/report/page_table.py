@@ -1,4 +1,4 @@
-"""The columns of figures of the page's table: what they are called, mean, show and sort by."""
+"""The columns of figures in the page's table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TIMES = "\N{MULTIPLICATION SIGN}"
 
 @dataclass(frozen=True)
 class Cell:
-    """What a column shows of a run, a smaller remark to it, and the number that it is sorted by."""
+    """What a column shows of a run: `text` and a smaller `remark`. The table sorts by `value`."""
 
     value: float | None
     text: str = ""
@@ -32,7 +32,7 @@ class Column:
 
 
 def columns_for(rows: Sequence[Row]) -> list[Column]:
-    """The columns that have something to show in any of the rows; throughput is always there."""
+    """The columns that show something in any row, and throughput always."""
     return [
         column for column in COLUMNS if column.is_main or any(column.cell(row) != Cell(None) for row in rows)
     ]

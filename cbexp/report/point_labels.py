@@ -1,4 +1,4 @@
-"""Numbers beside the points of a chart: points too close for a number each share one text."""
+"""Numbers beside the points of a chart. Points that are close together share one text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from cbexp.report.charts import Figure
-from cbexp.report.numbers_of_rows import format_numbers
+from cbexp.report.rows import format_row_numbers
 
 Place = tuple[float, float]
 
@@ -19,7 +19,7 @@ MAX_SPANS = 2  # a longer list of numbers would cover the panel
 
 @dataclass(frozen=True)
 class PointLabel:
-    """A text, the index of the point that it stands beside, and on which side."""
+    """The text of the points `members`. It stands beside the point `index`, which lies at `place`."""
 
     text: str
     index: int
@@ -29,19 +29,19 @@ class PointLabel:
 
     @property
     def span(self) -> tuple[float, float]:
-        """From where to where the text reaches, across."""
+        """Where the text begins and ends horizontally, in shares of the panel."""
         x, width = self.place[0], len(self.text) * SIGN_WIDTH
         return (x - GAP - width, x - GAP) if self.is_left else (x + GAP, x + GAP + width)
 
 
 def place_on(axis: Figure, value: float) -> float:
-    """Where a value lies on an axis that has a range: 0 at its beginning, 1 at its end."""
+    """The position of a value on an axis: 0 at the start of its range, 1 at the end."""
     low, high = axis["range"]
     return float(((math.log10(value) if axis.get("type") == "log" else value) - low) / (high - low))
 
 
 def label_points(numbers: Sequence[int], places: Sequence[Place]) -> list[PointLabel]:
-    """Texts that name all points, covering neither each other nor a point that they do not name."""
+    """Texts that together name all points. None covers another text or another text's points."""
     labels = [_label([index], numbers, places) for index in range(len(places))]
     while (touching := next(_find_touching(labels, places), None)) is not None:
         one, other = touching
@@ -51,8 +51,8 @@ def label_points(numbers: Sequence[int], places: Sequence[Place]) -> list[PointL
 
 
 def _label(members: Sequence[int], numbers: Sequence[int], places: Sequence[Place]) -> PointLabel:
-    """Right of the rightmost point, or left of the leftmost one where the panel ends."""
-    text = format_numbers([numbers[index] for index in members])
+    """A text right of the rightmost point, or left of the leftmost one if it would leave the panel."""
+    text = format_row_numbers([numbers[index] for index in members])
     if text.count(",") >= MAX_SPANS:
         text = f"#{min(numbers[index] for index in members)} and {len(members) - 1} more"
     ordered = sorted(members, key=places.__getitem__)
@@ -64,7 +64,7 @@ def _label(members: Sequence[int], numbers: Sequence[int], places: Sequence[Plac
 def _find_touching(
     labels: Sequence[PointLabel], places: Sequence[Place]
 ) -> Iterator[tuple[PointLabel, PointLabel]]:
-    """Pairs of which one's text covers the other's text, or a point of the other's."""
+    """Pairs of labels of which one's text covers the other's text or points."""
     for one in labels:
         for other in labels:
             if other is not one and (_covers_text(one, other) or _covers_point(one, other, places)):

@@ -1,4 +1,4 @@
-"""Decode throughput against batch and against context, below the ceiling that memory bandwidth sets."""
+"""The chart of decode throughput against batch and context, with the memory roofline."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cbexp.report.point_labels import label_points, place_on
 from cbexp.report.roofline_curves import Curve, curves_over_batch, curves_over_context
 
 HEIGHT_PX = 400
-LOG_FROM = 12.0  # rates further apart than this would leave the slow ones on the ground of a linear axis
+LOG_FROM = 12.0  # rates further apart than this get a logarithmic axis
 WITH_CEILING = (
     "The line is the memory roofline: batch times measured bandwidth / bytes of a step (weights once, keys and values "
     "of every row)."
@@ -24,7 +24,7 @@ Points = Sequence[Shown[DecodePoint]]
 
 @dataclass(frozen=True)
 class Panel:
-    """One of the two panels: its axis, the points that it can show with their place on it, and its curves."""
+    """One of the two panels. `xs` has the place of each point on `axis`."""
 
     axis: str
     points: Points
@@ -33,12 +33,15 @@ class Panel:
 
     @property
     def span(self) -> tuple[float, float]:
-        """From half the least to twice the largest place."""
+        """The range of the axis: half the least place to twice the largest."""
         return (min(self.xs) / 2, max(self.xs) * 2) if self.xs else (1.0, 2.0)
 
 
 def build_roofline_chart(points: Points, has_winner: bool) -> Chart:
-    """Two panels; without a measured bandwidth, as on a CPU, the points alone. The first point may be the winner."""
+    """Two panels of points below their rooflines. Without a measured bandwidth there are only points.
+
+    With `has_winner`, the point with number 1 stands out.
+    """
     with_context = [shown for shown in points if shown.value.context is not None]
     panels = [
         Panel("x", points, [shown.value.batch for shown in points], curves_over_batch),
@@ -70,7 +73,7 @@ def build_roofline_chart(points: Points, has_winner: bool) -> Chart:
 
 
 def _places(panel: Panel, axis: Figure, rates: Figure) -> list[tuple[float, float]]:
-    """Where the points lie, in shares of the panel."""
+    """The points' positions in shares of the panel."""
     return [
         (place_on(axis, x), place_on(rates, shown.value.tokens_per_s))
         for shown, x in zip(panel.points, panel.xs, strict=True)

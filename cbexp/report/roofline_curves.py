@@ -1,4 +1,4 @@
-"""The memory roofline as curves over batch and over context, one for all points that share it."""
+"""The memory roofline as curves over batch and over context. Points with nearly the same roofline share one."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from cbexp.report.decode_points import Ceiling, DecodePoint
 
 NUM_POINTS = 65
-CLOSE = 0.02  # points whose batch or context, and bytes and bandwidth, differ by less share a curve
+CLOSE = 0.02  # points share a curve when all that decides it differs by less
 
 
 @dataclass(frozen=True)
 class Curve:
-    """The ceiling in output tokens per second at the places `xs`."""
+    """The roofline in output tokens per second at each of `xs` (batches or contexts)."""
 
     name: str
     xs: list[float]
@@ -21,7 +21,7 @@ class Curve:
 
 
 def curves_over_batch(points: Sequence[DecodePoint], low: float, high: float) -> list[Curve]:
-    """A curve for each context among the points, from batch `low` to `high`."""
+    """A curve for each context among the points, over batches from `low` to `high`."""
     batches = _places(low, high)
     return [
         Curve(f"context {context:,.0f}", batches, [ceiling.tokens_per_s(batch, context) for batch in batches])
@@ -30,7 +30,7 @@ def curves_over_batch(points: Sequence[DecodePoint], low: float, high: float) ->
 
 
 def curves_over_context(points: Sequence[DecodePoint], low: float, high: float) -> list[Curve]:
-    """A curve for each batch among the points, from context `low` to `high`."""
+    """A curve for each batch among the points, over contexts from `low` to `high`."""
     contexts = _places(low, high)
     return [
         Curve(f"batch {batch:.3g}", contexts, [ceiling.tokens_per_s(batch, context) for context in contexts])

@@ -1,4 +1,4 @@
-"""Each run as one flat row of plain values: what the tables, the files and the page show."""
+"""Each run as one flat row of plain values, for the tables, the files and the page."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cbexp.report.agreement import same_completions_share
-from cbexp.report.baseline import OTHER_WORK, choose_baselines, ratio_of
+from cbexp.report.answers import same_completions_share
+from cbexp.report.baseline import OTHER_WORKLOAD, choose_baselines, ratio_of
 from cbexp.report.labels import label_runs, label_within
 from cbexp.report.run import Run
-from cbexp.report.work_order import order_works
+from cbexp.report.workload_order import order_workloads
 
 FIGURES: Mapping[str, tuple[str, ...]] = {
     "output_tokens_per_s": ("output_tokens_per_s", "median"),
@@ -41,22 +41,24 @@ FACTS = ("model", "dataset", "backend", "device", "dtype", "compile_mode", "attn
 
 
 def run_rows(runs: Sequence[Run], baseline: str | None = None) -> list[Row]:
-    """A row for each run: work by work as `order_works` has them, the fastest of each first, then those without a work.
+    """A row for each run, grouped by workload in the order of `order_workloads`, the fastest of each first.
 
-    Runs without a throughput come last, in their given order. Keys of every row: label, label_in_work (as
-    `label_within` has it), status, message, the names of `FIGURES` (numbers or None; seconds, GiB, shares in [0, 1]),
-    ratio with ratio_low and ratio_high (its interval), no_ratio (why there is none), is_baseline,
-    same_completions_share (with the baseline), baseline (the label of the run that the ratio is to),
-    are_rounds_identical, workload_hash, the names of `FACTS`, overrides (one string), command, folder.
+    Runs without a workload_hash follow. Runs without a throughput come last, in their given order.
+
+    Keys of every row: label, label_in_work (the label within its workload, by `label_within`), status, message, the
+    names of `FIGURES` (numbers or None; seconds, GiB, shares in [0, 1]), ratio with ratio_low and ratio_high (its
+    interval), no_ratio (why there is none), is_baseline, same_completions_share (with the baseline), baseline (the
+    label of the run that the ratio is to), are_rounds_identical, workload_hash, the names of `FACTS`, overrides (one
+    string), command, folder.
 
     Raises:
-        ReportError: `baseline` names no run, or several.
+        ReportError: `baseline` fits no run, or several.
     """
-    labels, labels_in_work = label_runs(runs), label_within(runs)
-    baselines, order = choose_baselines(runs, baseline), order_works(runs)
-    rows = [_row(run, labels, baselines) | {"label_in_work": labels_in_work[run.folder]} for run in runs]
+    labels, labels_in_workload = label_runs(runs), label_within(runs)
+    baselines, order = choose_baselines(runs, baseline), order_workloads(runs)
+    rows = [_row(run, labels, baselines) | {"label_in_work": labels_in_workload[run.folder]} for run in runs]
     _say_why_no_ratio(rows)
-    places = {work: place for place, work in enumerate(order)}
+    places = {workload_hash: place for place, workload_hash in enumerate(order)}
 
     def place(row: Row) -> tuple[int, float]:
         rate = row["output_tokens_per_s"] or 0.0
@@ -65,13 +67,24 @@ def run_rows(runs: Sequence[Run], baseline: str | None = None) -> list[Row]:
     return sorted(rows, key=place)
 
 
+def format_row_numbers(numbers: Sequence[int]) -> str:
+    """Numbers of rows as text, neighbours joined: `#1, #3-5`."""
+    spans: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if spans and spans[-1][1] == number - 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ", ".join(f"#{low}" if low == high else f"#{low}-{high}" for low, high in spans)
+
+
 def _say_why_no_ratio(rows: Sequence[Row]) -> None:
-    """Where several works ran, a completed run without a ratio had no baseline of its own work."""
+    """Set `no_ratio` of completed runs whose workload has no baseline, where several workloads ran."""
     completed = [row for row in rows if row["output_tokens_per_s"] is not None]
     has_several = len({row["workload_hash"] for row in completed}) > 1
     for row in rows:
         is_without = row["ratio"] is None and row["output_tokens_per_s"] is not None
-        row["no_ratio"] = OTHER_WORK if has_several and is_without else None
+        row["no_ratio"] = OTHER_WORKLOAD if has_several and is_without else None
 
 
 def _row(run: Run, labels: Mapping[Path, str], baselines: Mapping[str, Run]) -> dict[str, Any]:
@@ -91,12 +104,12 @@ def _row(run: Run, labels: Mapping[Path, str], baselines: Mapping[str, Run]) -> 
 
 
 def _plain(fact: Any) -> bool | str | None:
-    """A fact as it is where it is of a kind that ours are; None for anything else."""
+    """A fact of a type that our summaries have; None for anything else."""
     return fact if isinstance(fact, bool | str) else None
 
 
 def _figures(run: Run) -> Iterator[tuple[str, float | None]]:
-    """Of a run that did not complete none counts, whatever an old summary says; one round has no range."""
+    """The figures of a completed run; None for any other, whatever its summary says. One round has no range."""
     for name, path in FIGURES.items():
         is_known = run.is_completed and not (name == "relative_half_range" and run.figure("num_rounds") == 1)
         yield name, run.figure(*path) if is_known else None

@@ -1,4 +1,4 @@
-"""One run or cell as its folder tells it; every figure is None where the records do not have it."""
+"""The records of one run or cell. A figure is None where the records lack it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UNFINISHED_STATUSES = ("running", "not_started")
 
 @dataclass(frozen=True)
 class TimedRound:
-    """A timed round: its seconds and the output tokens that finished requests got in it."""
+    """A timed round: its wall time, and the output tokens of the requests that finished in it."""
 
     wall_s: float
     num_output_tokens: float
@@ -29,11 +29,11 @@ class TimedRound:
 
 @dataclass(frozen=True)
 class Run:
-    """The records of one folder. `status` is that of status.json, or what must be said where that one cannot be true.
+    """The records of one folder.
 
-    Besides the statuses that a job writes: `killed` (its process is gone), `not_started` (a cell of sweep.json without
-    records), `unreadable` (records that contradict each other or cannot be read). `status_record` is status.json as it
-    is. `remarks` says what was wrong with files. `overrides` are the words of its command line.
+    `status` is that of status.json, or the true one where that cannot be right: `killed` (its process is gone),
+    `not_started` (a cell of sweep.json without records), or `unreadable` (records that contradict each other or cannot
+    be read). `status_record` is status.json as it is. `remarks` says what was wrong with files.
     """
 
     folder: Path
@@ -52,17 +52,17 @@ class Run:
 
     @property
     def is_completed(self) -> bool:
-        """Whether it has figures that count."""
+        """Whether its figures count."""
         return self.status == "completed"
 
     @property
     def is_failure(self) -> bool:
-        """Whether it ended badly; not for a cell that cannot run on this machine, that runs still, or is to come."""
+        """Whether it ended badly. Cells that are not applicable, running or not started are no failures."""
         return is_failure(self.status)
 
     @property
     def workload_hash(self) -> str | None:
-        """Identity of the work: only figures of the same work compare."""
+        """Identity of the workload: only figures of one workload are compared."""
         return text(self.summary, "workload_hash")
 
     @property
@@ -77,7 +77,7 @@ class Run:
 
     @property
     def gpu_states(self) -> list[Mapping[str, Any]]:
-        """Clocks, power and memory of each of its GPUs when it started; empty without a GPU or in older records."""
+        """Clocks, power and memory of each of its GPUs at its start; empty without a GPU or in older records."""
         states = lookup(self.environment, "cuda", "gpu_states")
         return [state for state in states if isinstance(state, Mapping)] if isinstance(states, list) else []
 

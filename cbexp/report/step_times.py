@@ -1,4 +1,4 @@
-"""How long decode steps took: quantiles over all decode steps of the timed rounds."""
+"""Percentiles of the time of decode steps, over all timed rounds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PERCENTS = (1, 25, 50, 75, 99)
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Percentiles of decode steps in seconds. Without steps.jsonl the quartiles are not known and equal the median."""
+    """Percentiles in seconds. Without steps.jsonl the quartiles are unknown and equal the median."""
 
     p1: float
     p25: float
@@ -28,7 +28,7 @@ class StepTimes:
 
 
 def find_step_times(run: Run) -> StepTimes | None:
-    """From steps.jsonl, or from the rounds' own percentiles where that is missing; None without either.
+    """The percentiles, from steps.jsonl or else from the rounds' own percentiles; None without either.
 
     The steps of a burst share its time equally, as in the rounds' figures.
     """
@@ -53,7 +53,7 @@ def _from_steps(rows: Sequence[Mapping[str, Any]]) -> StepTimes:
 
 
 def _percentiles(times_s: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """`PERCENTS` of the times, each taken `counts` times, with linear interpolation as `numpy.percentile` has it."""
+    """`PERCENTS` of the times, each repeated `counts` times, interpolated linearly like `numpy.percentile`."""
     order = np.argsort(times_s)
     ordered_s, ends = times_s[order], np.cumsum(counts[order])
     places = np.array(PERCENTS) / 100 * (ends[-1] - 1)

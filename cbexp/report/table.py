@@ -1,4 +1,4 @@
-"""The table on the terminal, and the same as markdown, CSV and JSON."""
+"""The table of runs as text for the terminal, and as markdown, CSV and JSON."""
 
 from __future__ import annotations
 
@@ -6,23 +6,31 @@ import csv
 import io
 import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from cbexp.report.errors import ReportError
-from cbexp.report.lead_words import describe_leads
-from cbexp.report.numbers_of_rows import format_numbers
 from cbexp.report.peak_memory import find_peak_memory
-from cbexp.report.rows import Row, run_rows
+from cbexp.report.rows import Row, format_row_numbers, run_rows
 from cbexp.report.run import Run
+from cbexp.report.table_notes import describe_table
 from cbexp.report.text_table import format_columns, printable
-from cbexp.report.work_order import describe_reference
-from cbexp.report.works import Work, find_works, letters_of
+from cbexp.report.workloads import Workload, find_workloads, letters_of
 
-HEADERS = ("#", "work", "cell", "status", "output tok/s", "spread", "ratio", "memory", "roofline", "accuracy")
+HEADERS = (
+    "#",
+    "workload",
+    "cell",
+    "status",
+    "output tok/s",
+    "spread",
+    "ratio",
+    "memory",
+    "roofline",
+    "accuracy",
+)
 
 
 def format_table(runs: Sequence[Run], baseline: str | None = None) -> str:
-    """The runs work by work, sorted by throughput, and what the ratio is to, as text without colours; notes end it.
+    """The runs of each workload, sorted by throughput, as a table without colours, and notes below it.
 
     Raises:
         ReportError: there is no run, or `baseline` names none or several.
@@ -31,32 +39,32 @@ def format_table(runs: Sequence[Run], baseline: str | None = None) -> str:
 
 
 def format_rows(rows: Sequence[Row], runs: Sequence[Run], baseline: str | None) -> str:
-    """The table of `run_rows` that were made of these runs with this baseline."""
-    works = find_works(rows, runs)
-    headers = _headers(works)
-    texts = [headers.index(name) for name in ("work", "cell", "status") if name in headers]
-    table = format_columns(headers, _cells(rows, works), text_columns=texts)
-    notes = "".join(f"{printable(line)}\n" for line in _notes(rows, works, baseline))
+    """The table and notes of rows that `run_rows` made of these runs and this baseline."""
+    workloads = find_workloads(rows, runs)
+    headers = _headers(workloads)
+    texts = [headers.index(name) for name in ("workload", "cell", "status") if name in headers]
+    table = format_columns(headers, _cells(rows, workloads), text_columns=texts)
+    notes = "".join(f"{printable(line)}\n" for line in describe_table(rows, workloads, baseline))
     return f"{table}\n{notes}" if notes else table
 
 
 def format_markdown(runs: Sequence[Run], baseline: str | None = None) -> str:
-    """The same as a markdown table; text that would be markup there is escaped."""
+    """The same as a markdown table. Characters that are markup in markdown are escaped."""
     rows = _some_rows(runs, baseline)
-    works = find_works(rows, runs)
-    headers = _headers(works)
+    workloads = find_workloads(rows, runs)
+    headers = _headers(workloads)
     num_texts = len(headers) - headers.index("output tok/s")
     lines = [
         _markdown_line(headers),
         "|---:|" + "---|" * (len(headers) - 1 - num_texts) + "---:|" * num_texts,
     ]
-    lines += [_markdown_line([_escape_markdown(cell) for cell in cells]) for cells in _cells(rows, works)]
-    notes = [_escape_markdown(line) for line in _notes(rows, works, baseline)]
+    lines += [_markdown_line([_escape_markdown(cell) for cell in cells]) for cells in _cells(rows, workloads)]
+    notes = [_escape_markdown(line) for line in describe_table(rows, workloads, baseline)]
     return "\n".join([*lines, "", *notes]).rstrip() + "\n"
 
 
 def format_csv(runs: Sequence[Run], baseline: str | None = None) -> str:
-    """All of `run_rows` with its keys as header; missing values are empty."""
+    """All of `run_rows` as CSV, its keys as header. Missing values are empty."""
     rows = _some_rows(runs, baseline)
     file = io.StringIO()
     writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
@@ -70,36 +78,22 @@ def format_json(runs: Sequence[Run], baseline: str | None = None) -> str:
     return json.dumps(_some_rows(runs, baseline), indent=2, allow_nan=False) + "\n"
 
 
-def describe_baselines(rows: Sequence[Row], named: str | None) -> list[str]:
-    """What the ratios are to, and how many different works there are, a line each."""
-    baselines = [index for index, row in enumerate(rows, start=1) if row["is_baseline"]]
-    works = {row["workload_hash"] for row in rows if row["workload_hash"] is not None}
-    several = f"{len(works)} different works (prompts, limits, sampling)"
-    if not baselines:
-        return [f"{several}: no ratio stands between them"] if len(works) > 1 else []
-    if len(works) == 1:
-        row = rows[baselines[0] - 1]
-        return [f"ratio to #{baselines[0]}, {row['label_in_work']}{'' if named else ' (the slowest)'}"]
-    which = repr(named) if named else "the slowest run"
-    return [f"{several}: a ratio is to {which} of the same work, {format_numbers(baselines)}"]
-
-
 def name_by_number(rows: Sequence[Row]) -> Callable[[Sequence[Run]], str]:
-    """A function that names runs by their numbers in the table of `rows`; all of them by `all`."""
+    """A function that names runs by their numbers in the table of `rows`, and all runs by `all`."""
     numbers = {row["folder"]: number for number, row in enumerate(rows, start=1)}
 
     def name(some: Sequence[Run]) -> str:
         return (
             "all"
             if len(some) == len(rows) > 1
-            else format_numbers([numbers[str(run.folder)] for run in some])
+            else format_row_numbers([numbers[str(run.folder)] for run in some])
         )
 
     return name
 
 
 def require_runs(runs: Sequence[Run]) -> None:
-    """Refuse a report of nothing.
+    """Refuse an empty report.
 
     Raises:
         ReportError: there is no run.
@@ -113,27 +107,17 @@ def _some_rows(runs: Sequence[Run], baseline: str | None) -> list[Row]:
     return run_rows(runs, baseline)
 
 
-def _headers(works: Sequence[Work]) -> list[str]:
-    """Which work a run did is told where there are several."""
-    return [name for name in HEADERS if name != "work" or len(works) > 1]
+def _headers(workloads: Sequence[Workload]) -> list[str]:
+    """The headers, with `workload` only where there are several."""
+    return [name for name in HEADERS if name != "workload" or len(workloads) > 1]
 
 
-def _notes(rows: Sequence[Row], works: Sequence[Work], baseline: str | None) -> list[str]:
-    """What leads, what the ratios are to, what each of several works is, and which runs are not the reader's own."""
-    notes = [*describe_leads(works, rows), *describe_baselines(rows, baseline)]
-    for work in works if len(works) > 1 else ():
-        words = f": {work.shared_words}" if work.shared_words else ""
-        notes.append(f"work {work.letter}: {work.description}{words}")
-    reference = describe_reference([Path(row["folder"]) for row in rows])
-    return notes if reference is None else [*notes, reference]
-
-
-def _cells(rows: Sequence[Row], works: Sequence[Work]) -> list[list[str]]:
-    letters = letters_of(works)
+def _cells(rows: Sequence[Row], workloads: Sequence[Workload]) -> list[list[str]]:
+    letters = letters_of(workloads)
     return [
         [
             str(index),
-            *([letters.get(row["folder"], "-")] if len(works) > 1 else []),
+            *([letters.get(row["folder"], "-")] if len(workloads) > 1 else []),
             row["label_in_work"],
             row["status"],
             _shown(row["output_tokens_per_s"], ",.0f"),

@@ -1,4 +1,4 @@
-"""What the command prints: the table, what failed and why, and what to know about the environment."""
+"""What the command prints: the table, the failures, and notes on the environment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def format_report(runs: Sequence[Run], baseline: str | None = None) -> str:
     """The whole report as text without colours.
 
     Raises:
-        ReportError: there is no run, or `baseline` names none or several.
+        ReportError: there is no run, or `baseline` fits none or several.
     """
     require_runs(runs)
     rows = run_rows(runs, baseline)

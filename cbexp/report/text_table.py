@@ -1,4 +1,4 @@
-"""Columns of text for a terminal or a file, without colours, whatever the texts look like."""
+"""Tables as plain text for a terminal or a file."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ WIDTH = 200
 def format_columns(
     headers: Sequence[str], rows: Sequence[Sequence[str]], text_columns: Collection[int]
 ) -> str:
-    """A table whose columns at the indices `text_columns` are texts, the others numbers.
+    """A table. Columns at the indices `text_columns` are texts, the others numbers.
 
-    Texts longer than `MAX_TEXT_COLUMNS` take several lines.
+    Longer texts than `MAX_TEXT_COLUMNS` take several lines.
     """
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for index, header in enumerate(headers):
@@ -38,5 +38,5 @@ def format_columns(
 
 
 def printable(text: str) -> str:
-    """Text that cannot steer a terminal: control characters other than line breaks are shown as `?`."""
+    """Replace control characters, which could steer a terminal, by `?`; line breaks stay."""
     return "".join(sign if sign.isprintable() or sign == "\n" else "?" for sign in text)

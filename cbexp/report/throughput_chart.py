@@ -1,4 +1,4 @@
-"""Bars of throughput with the range over the rounds, and a row for each run that has none."""
+"""The bar chart of throughput, with the range over the rounds."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ TIMES = "\N{MULTIPLICATION SIGN}"
 def build_throughput_chart(
     chart_id: str, rows: Sequence[Row], short: Mapping[str, str], has_winner: bool
 ) -> Chart:
-    """One bar a row, in their order, called as `short` calls its folder. The winner stands out.
+    """A bar for each row, labelled by `short`, which has folders as keys. With `has_winner` the first stands out.
 
-    Failures are named where their bar would be.
+    A run without figures has its status in place of a bar.
     """
     labels = [short[row["folder"]] for row in rows]
     longest = max((_rates(row)[2] for row in rows), default=0.0)
@@ -31,7 +31,7 @@ def build_throughput_chart(
     }
     caption = "Median round; the whisker spans the slowest and the fastest timed round."
     if not has_winner:
-        caption += " Each of these did work of its own: they are not to be compared with each other."
+        caption += " Each of these has a workload of its own: they are not to be compared with each other."
     data = [_bars(rows, labels, has_winner), _values(rows)]
     return build_chart(chart_id, "Throughput", caption, data, layout, rows_height_px(len(rows)))
 
@@ -60,7 +60,7 @@ def _bars(rows: Sequence[Row], labels: Sequence[str], has_winner: bool) -> Figur
 
 
 def _rates(row: Row) -> tuple[float, float, float]:
-    """Slowest round, median, fastest round; zeros of a run without figures."""
+    """Slowest round, median, fastest round; zeros for a run without figures."""
     middle = row["output_tokens_per_s"] or 0.0
     low, high = row["output_tokens_per_s_min"], row["output_tokens_per_s_max"]
     return (middle if low is None else low, middle, middle if high is None else high)

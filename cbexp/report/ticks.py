@@ -1,4 +1,4 @@
-"""Labels for the narrow place beside a row of a chart: where one has to be cut, what tells it from the others stays."""
+"""Labels beside the rows of a chart. Where one must be cut, the part that differs from the others stays."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Sequence
 
 CUT = "…"
-KEPT = 8  # signs before the first difference, so that one sees what differs
+KEPT = 8  # characters before the first difference, so that one sees what differs
 
 
 def cut_labels(labels: Sequence[str], columns: int, num_lines: int) -> list[list[str]]:
-    """The lines of each label. Words that many labels have are the first to go, then beginnings that several share."""
-    # Other words than settings, as the letter of a work, stay in front.
+    """The lines of each label. Overrides that many labels share are cut first, then shared beginnings."""
+    # Words that are no settings, such as a workload's letter, stay in front.
     counts = Counter(word for label in labels for word in set(label.split()) if "=" in word)
     ordered = [
         label if _fits(label, columns, num_lines) else " ".join(sorted(label.split(), key=counts.__getitem__))
@@ -22,7 +22,7 @@ def cut_labels(labels: Sequence[str], columns: int, num_lines: int) -> list[list
 
 
 def _tell_apart(labels: Sequence[str], columns: int, num_lines: int) -> list[str]:
-    """The labels, of those that would read alike when cut only the end from where they differ."""
+    """The labels, but only the differing ends of those that would be alike once cut."""
     alike: dict[tuple[str, ...], list[int]] = {}
     for index, label in enumerate(labels):
         alike.setdefault(tuple(_wrap(label, columns, num_lines)), []).append(index)
@@ -38,7 +38,7 @@ def _tell_apart(labels: Sequence[str], columns: int, num_lines: int) -> list[str
 
 
 def _count_shared(texts: Sequence[str]) -> int:
-    """How many signs all of them begin with."""
+    """The length of the beginning that all texts share."""
     first, last = min(texts), max(texts)  # of those between, each begins as both do
     pairs = enumerate(zip(first, last, strict=False))
     return next((index for index, (one, other) in pairs if one != other), len(first))
@@ -49,7 +49,7 @@ def _fits(label: str, columns: int, num_lines: int) -> bool:
 
 
 def _wrap(label: str, columns: int, num_lines: int) -> list[str]:
-    """As many lines as there may be, the last one cut; unlike `textwrap`'s own cut it keeps part of a long word."""
+    """At most `num_lines` lines, the last one cut. Unlike `textwrap`'s own cut it keeps part of a long word."""
     lines = textwrap.wrap(label, columns)
     if len(lines) <= num_lines:
         return lines

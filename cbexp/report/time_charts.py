@@ -1,4 +1,4 @@
-"""Charts of time: how decode steps are distributed, and where a job's time goes."""
+"""The charts of decode step times, and of where a job's time goes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LEGEND_PX = 30
 
 
 def build_step_time_chart(times: Sequence[Shown[StepTimes]]) -> Chart:
-    """A box for each run: median and quartiles, whiskers at the 1st and 99th percentile."""
+    """A box plot for each run, with whiskers at the 1st and 99th percentile."""
     labels = [shown.label for shown in times]
     steps = [shown.value for shown in times]
     box = {
@@ -53,7 +53,7 @@ def build_step_time_chart(times: Sequence[Shown[StepTimes]]) -> Chart:
 
 
 def build_time_use_chart(seconds: Sequence[Shown[dict[str, float]]]) -> Chart:
-    """Two panels of stacked bars with the same rows: seconds of the whole job, and shares of its timed rounds."""
+    """Two panels of stacked bars: seconds of the whole job, and shares of its timed rounds."""
     labels = [shown.label for shown in seconds]
     in_rounds = ("prefill", "mixed", "decode", "idle")
     data: list[Figure] = []
@@ -84,7 +84,7 @@ def build_time_use_chart(seconds: Sequence[Shown[dict[str, float]]]) -> Chart:
 
 
 def _describe_phases(seconds: Sequence[Shown[dict[str, float]]]) -> str:
-    """What the phases are that some run has spent time in."""
+    """The meanings of the phases that any run spent time in."""
     known = [phase for phase in PHASES if any(shown.value.get(phase) for shown in seconds)]
     return "; ".join(f"{phase}: {MEANINGS[phase]}" for phase in known)
 
@@ -114,7 +114,7 @@ def _share(phases: Mapping[str, float], phase: str, of: Sequence[str]) -> float:
 
 
 def _medians(times: Sequence[Shown[StepTimes]]) -> Figure:
-    """Dots on the medians, which carry the hover box."""
+    """Dots on the medians; they carry the hover text."""
     return {
         "type": "scatter",
         "mode": "markers",

@@ -1,4 +1,4 @@
-"""Where a job's time went, from loading to the last round, in seconds that add up to the whole."""
+"""A job's time by phase, in seconds that add up to the whole."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ MEANINGS: Mapping[str, str] = {
     "prefill": "steps that read prompts",
     "mixed": "steps that read prompts and decode",
     "decode": "steps that add a token to each request",
-    "idle": "time of the timed rounds outside of any step: the driver's own work, and waiting",
-    UNKNOWN_ROUND: "timed rounds of a driver that does not tell its steps",
+    "idle": "time of the timed rounds outside of any step: the driver itself, and waiting",
+    UNKNOWN_ROUND: "timed rounds of a driver that records no steps",
     OTHER: "judging, tracking and writing down, in no figure",
 }
 
 
 def seconds_by_phase(run: Run) -> dict[str, float]:
-    """Seconds of a completed job by the names of `PHASES` that it has; empty where its records do not tell."""
+    """Seconds of a completed job in each of `PHASES` that took any; empty without records of them."""
     total_s = run.figure("durations_s", "total")
     if not run.is_completed or total_s is None:
         return {}
@@ -42,7 +42,7 @@ def seconds_by_phase(run: Run) -> dict[str, float]:
 
 
 def shares_of_round(run: Run) -> dict[str, float]:
-    """Shares of the timed rounds' time by phase, adding up to 1; empty for a driver that does not tell its steps."""
+    """Share of each phase in the timed rounds, adding up to 1; empty for a driver that records no steps."""
     if not run.is_completed:
         return {}
     shares = {phase: run.figure(name) for phase, name in ROUND_SHARES.items()}

@@ -1,1 +1,1 @@
-"""Sweeps: cells in processes of their own, their records, and what is left to run; loads neither torch nor Hydra."""
+"""Sweeps: cells in processes of their own, their records, and resuming. Loads neither torch nor Hydra."""

@@ -1,4 +1,4 @@
-"""The process of one cell, `python -m cbexp.sweep.cell FOLDER`: runs what the sweep has written there."""
+"""The process of one cell: `python -m cbexp.sweep.cell FOLDER` runs the cell described in that folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cbexp.sweep.stop_signals import STOP_SIGNALS, describe_stop, raise_interrup
 
 
 def main(folder: Path) -> int:
-    """Run the cell in `folder`; what it comes to is in the folder's status.json, and 0 means that it is there."""
+    """Run the cell in `folder`. Exit code 0 means that its end is recorded in the folder's status.json."""
     end_with_parent()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it has no terminal to lose
     _handle_stops(_exit_at_once)
@@ -30,20 +30,20 @@ def main(folder: Path) -> int:
     except CbexpError as error:
         sys.stderr.write(f"cbexp: {error}\n")
         return 1
-    except Exception:  # noqa: BLE001 - a bug, of which the log has the traceback and the sweep's table the last line
+    except Exception:  # noqa: BLE001 - a bug: the log gets its traceback, the sweep's table its last line
         traceback.print_exc()
         return 1
     return 0
 
 
 def _handle_stops(handler: Callable[[int, FrameType | None], None]) -> None:
-    """Handle the signals that ask for an end, whatever was ignored where the sweep was started."""
+    """Handle the signals that ask for an end, also those that were ignored where the sweep was started."""
     for number in (signal.SIGINT, *(number for number in STOP_SIGNALS if number != signal.SIGHUP)):
         signal.signal(number, handler)
 
 
 def _exit_at_once(number: int, _frame: FrameType | None) -> None:
-    """End while libraries are imported: nothing is lost yet, and some of them swallow a KeyboardInterrupt."""
+    """End during imports: nothing is lost yet, and some libraries swallow a KeyboardInterrupt."""
     sys.stderr.write(f"{describe_stop(number)}\n")
     sys.stderr.flush()
     os._exit(130)

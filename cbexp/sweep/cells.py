@@ -1,4 +1,4 @@
-"""A cell of a sweep: what it runs, where, and by which hash it is known again."""
+"""A cell of a sweep: what it runs, where, and the hash that identifies it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HASH_LENGTH = 16
 
 @dataclass(frozen=True)
 class Cell:
-    """One configuration of a sweep. `command` runs it alone; `overrides` are without the sweep's own settings."""
+    """One configuration of a sweep. `command` runs it alone. `overrides` lack the sweep's own settings."""
 
     index: int
     folder: Path
@@ -32,12 +32,12 @@ class Cell:
 
     @property
     def cell_hash(self) -> str:
-        """What identifies the cell: equal for configurations that do the same work and keep the same records."""
+        """Identity of the cell: equal for configurations that run the same and keep the same records."""
         return hash_config(self.config)
 
 
 def hash_config(config: ExperimentConfig) -> str:
-    """Return the hash of the resolved settings but for those that say where results go."""
+    """Return the hash of the resolved settings without `SETTINGS_OUTSIDE_A_CELL`."""
     settings = {
         key: value for key, value in to_plain_dict(config).items() if key not in SETTINGS_OUTSIDE_A_CELL
     }
@@ -85,7 +85,7 @@ def read_cell(folder: Path) -> Cell:
 
 
 def _with_text_keys(value: Any) -> Any:
-    """A mapping's keys as text, so that they can be sorted whatever they are."""
+    """The value with all keys of mappings as text, so that they can be sorted."""
     if isinstance(value, dict):
         return {str(key): _with_text_keys(item) for key, item in value.items()}
     return [_with_text_keys(item) for item in value] if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""How a cell ended: what it wrote itself, or what its parent concludes and writes when it could not."""
+"""How a cell ended: what it wrote itself, or else what its parent concludes and writes for it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MAX_LINE_LENGTH = 300
 
 @dataclass(frozen=True)
 class CellEnd:
-    """How a cell ended; `summary` is there only when it completed, `message` only when it did not."""
+    """How a cell ended. Only a completed one has a `summary`, only another one a `message`."""
 
     status: Status | Literal["not_run"]
     message: str | None = None
@@ -44,13 +44,13 @@ class CellEnd:
 
     @property
     def output_tokens_per_s(self) -> float | None:
-        """Of the median round; None unless the cell completed."""
+        """Throughput of the median round; None unless the cell completed."""
         value = (self.summary or {}).get("decode_tps")
         return float(value) if isinstance(value, int | float) else None
 
 
 def read_end(folder: Path) -> CellEnd:
-    """Return how a cell stands: what its files say, but `killed` where they say running and its process is gone."""
+    """Return the state of a cell from its files; `killed` if they say running and its process is gone."""
     status, summary = read_json_object(folder / STATUS), read_json_object(folder / SUMMARY)
     if status is None:
         return CellEnd("not_run")
@@ -70,12 +70,12 @@ def read_end(folder: Path) -> CellEnd:
 def conclude_end(
     folder: Path, returncode: int, started_at: str, reason: StopReason | None, why: str
 ) -> CellEnd:
-    """Return how a cell ended whose process is gone, and write what the process itself could not.
+    """Return how a cell ended whose process is gone, and write its status if the process could not.
 
     Args:
         folder: the cell's.
         returncode: the process's; below zero, the signal that ended it.
-        started_at: when the process was started, for a status that it did not come to write.
+        started_at: when the process was started, in case it wrote no status.
         reason: what its parent ended it for, if it did.
         why: that in words.
     """
@@ -88,10 +88,10 @@ def conclude_end(
 
 
 def record_end(folder: Path, end: CellEnd, started_at: str | None = None) -> CellEnd:
-    """Write a cell's end for it, and return it; where that cannot be written, its message says so too.
+    """Write a cell's end for it, and return the end; if it cannot be written, its message says so too.
 
-    `started_at` is of a cell that wrote no status itself; None: it had no process of its own.
-    A cell that is done stays so, and its own end is returned: a stop may reach it between its last record and its end.
+    `started_at` is for a cell that wrote no status; None if it had no process of its own. A cell that is done keeps
+    its own end, which is returned: a stop may arrive between its last record and its exit.
     """
     written = read_end(folder)
     if written.is_done:
@@ -107,7 +107,7 @@ def record_end(folder: Path, end: CellEnd, started_at: str | None = None) -> Cel
 
 
 def describe_signal(number: int) -> str:
-    """Return which signal ended a process, and of SIGKILL what it often means."""
+    """Return which signal ended a process, and the usual reason for SIGKILL."""
     try:
         name = signal.Signals(number).name
     except ValueError:
@@ -126,8 +126,8 @@ def _conclude_from_returncode(folder: Path, returncode: int) -> CellEnd:
     if returncode < 0:
         return CellEnd("killed", describe_signal(-returncode))
     last_line = _read_last_line(folder / LOG)
-    told = f"the last line of {LOG}: {last_line}" if last_line else f"{LOG} is empty"
-    return CellEnd("failed", f"its process ended with exit code {returncode} and no status; {told}")
+    hint = f"the last line of {LOG}: {last_line}" if last_line else f"{LOG} is empty"
+    return CellEnd("failed", f"its process ended with exit code {returncode} and no status; {hint}")
 
 
 def _read_last_line(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""A sweep's folder: claimed by one sweep alone, locked while that goes on, found again as the latest."""
+"""A sweep's folder: made for one sweep, locked while it runs, found when it is resumed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _HELD_BY_ANOTHER = (errno.EAGAIN, errno.EACCES)
 
 
 def claim_folder(wanted: Path) -> Path:
-    """Make `wanted`, or the first of `wanted_2`, `wanted_3`, … that is nobody's, and return it.
+    """Make and return `wanted`, or the first of `wanted_2`, `wanted_3`, … that does not exist.
 
     Raises:
         ConfigError: `wanted` names no new folder: it is `.`, `..` or `/`.
@@ -47,7 +47,7 @@ def _name_candidates(wanted: Path) -> Iterator[Path]:
 
 
 def _make(folder: Path) -> bool:
-    """Whether this call made the folder: of two sweeps at once, one does."""
+    """Whether this call made the folder; of two sweeps at once, only one does."""
     try:
         folder.mkdir()
     except FileExistsError:
@@ -57,10 +57,10 @@ def _make(folder: Path) -> bool:
 
 @contextmanager
 def locked(sweep_folder: Path) -> Iterator[None]:
-    """Hold the sweep's lock, which ends with the process that holds it, however that ends.
+    """Hold the sweep's lock. It ends with the process that holds it, even if that is killed.
 
     Raises:
-        ResultsError: another process has it: the sweep is going on.
+        ResultsError: another process holds it, so the sweep is running.
     """
     try:
         descriptor = os.open(sweep_folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
@@ -77,7 +77,7 @@ def _lock(descriptor: int, sweep_folder: Path) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        # Some network file systems have no locks; there the cells' own status is all that tells.
+        # Some network file systems have no locks; there only the cells' status shows that they run.
         if error.errno in _HELD_BY_ANOTHER:
             raise ResultsError(
                 f"the sweep in {sweep_folder} is going on in another process: wait for it, or end that process."
@@ -85,9 +85,9 @@ def _lock(descriptor: int, sweep_folder: Path) -> None:
 
 
 def find_sweep(resume: str, outputs: Path, name: str | None = None) -> Path:
-    """Return the folder that `resume` means: itself, or of `latest` the newest sweep in `outputs`.
+    """Return the folder that `resume` names. `latest` is the newest sweep in `outputs`.
 
-    With `name`, `latest` is the newest of those that claimed a folder of that name.
+    With `name`, it is the newest of those whose folder `claim_folder` made for that name.
 
     Raises:
         ConfigError: there is none.
@@ -109,14 +109,14 @@ def find_sweep(resume: str, outputs: Path, name: str | None = None) -> Path:
 
 
 def _is_candidate(name: str, wanted: str) -> bool:
-    """Whether `claim_folder` may have named a folder so that was to be named `wanted`."""
+    """Whether `claim_folder(wanted)` may make a folder of this name."""
     return re.fullmatch(rf"{re.escape(wanted)}(_\d+)?", name) is not None
 
 
 def _created_at(sweep_folder: Path) -> tuple[str, str]:
-    """When a sweep was begun; its folder's name, which has the time too, decides within a second."""
+    """When a sweep began. The folder's name, which has the time too, decides within a second."""
     manifest = sweep_folder / MANIFEST
     values = read_json_object(manifest) or {}
-    # A damaged one tells no time. To pass it over would resume an older sweep in its place.
+    # A damaged manifest has no time. Skipping it would resume an older sweep in its place.
     written_at = datetime.fromtimestamp(manifest.stat().st_mtime, UTC).isoformat(timespec="seconds")
     return str(values.get("created_at", written_at)), sweep_folder.name

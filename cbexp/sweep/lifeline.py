@@ -1,4 +1,4 @@
-"""Ends a process with its parent, however that ends: the kernel's doing on Linux, a pipe's anywhere."""
+"""Ends a process when its parent ends, even if that is killed: by the kernel on Linux, by a pipe anywhere."""
 
 from __future__ import annotations
 

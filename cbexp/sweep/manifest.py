@@ -1,4 +1,4 @@
-"""sweep.json: what a sweep consists of and on what code it was begun, written before its first cell starts."""
+"""sweep.json: a sweep's cells and the code it began on, written before the first cell starts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Provenance:
-    """What code a sweep runs on. `changes_hash` is of what differs from the commit; empty: nothing does."""
+    """The code that a sweep runs on. `changes_hash` is of what differs from the commit; empty if nothing does."""
 
     commit: str | None
     is_dirty: bool | None
@@ -123,7 +123,7 @@ def read_manifest(sweep_folder: Path) -> Manifest:
 
 
 def _is_well_formed(manifest: Manifest) -> bool:
-    """Whether what a resumption relies on has the types that it should have; a file promises nothing."""
+    """Whether the values that a resumption relies on have the right types."""
     provenance = manifest.provenance
     texts = [
         manifest.name,

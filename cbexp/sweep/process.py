@@ -1,4 +1,4 @@
-"""The process of one cell: its start in a session of its own, its signals, its end with all its children."""
+"""The process of one cell, in a session of its own: its start, its signals, and its end with all children."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from cbexp.sweep.lifeline import LIFELINE
 
 
 class CellProcess:
-    """A running cell. `log` is where everything that it prints goes."""
+    """A running cell. All that it prints goes to `log`."""
 
     def __init__(self, cell: Cell, variables: Mapping[str, str]) -> None:
-        """Start it with `variables` added to the environment; raises OSError when that is not possible."""
+        """Start it with `variables` added to the environment. Raises OSError if it cannot be started."""
         self.cell = cell
         self.log = cell.folder / LOG
         self.started_s = time.monotonic()
@@ -42,7 +42,7 @@ class CellProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process, and of its session and group."""
+        """The id of the process, which is also that of its session and group."""
         return self._process.pid
 
     @property
@@ -51,7 +51,7 @@ class CellProcess:
         return time.monotonic() - self.started_s
 
     def is_running(self) -> bool:
-        """Whether it still runs; kills it when it was told to stop and has had its time."""
+        """Whether it still runs. Kills it if it was asked to stop and its time is over."""
         if self._process.poll() is not None:
             return False
         if self._kill_at_s is not None and time.monotonic() >= self._kill_at_s:
@@ -59,7 +59,7 @@ class CellProcess:
         return True
 
     def stop(self, reason: StopReason, why: str, number: signal.Signals, grace_s: float) -> None:
-        """Ask it once to end, by a signal; whatever is left of it after `grace_s` is killed."""
+        """Ask it once to end, by a signal. What is left of it after `grace_s` is killed."""
         if self._reason is None:
             self._reason, self._why = reason, why
             self._process.send_signal(number)
@@ -67,7 +67,7 @@ class CellProcess:
         self._kill_at_s = min(deadline_s, self._kill_at_s or deadline_s)
 
     def conclude(self) -> CellEnd:
-        """Return how it ended, once it does not run any more; children that it left behind are killed."""
+        """Return how it ended, once it has. Children that it left behind are killed."""
         returncode = self._process.wait()
         self._kill_group()
         os.close(self._lifeline)
@@ -94,7 +94,7 @@ class CellProcess:
 
 
 def _python_path() -> dict[str, str]:
-    """Where a checkout's cbexp is found from any folder; an installed one needs nothing."""
+    """The variable by which a checkout's cbexp is found from any folder; nothing for an installed one."""
     root = str(Path(cbexp.__file__).parents[1])
     if root in (*site.getsitepackages(), site.getusersitepackages()):
         return {}

@@ -1,4 +1,4 @@
-"""What is left to run of a sweep that was begun before, and whether it may be: same code, nobody else at it."""
+"""What is left to run of an earlier sweep, and whether it may run: same code, no other process at it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ATTEMPTS = "attempts"
 
 
 def check_provenance(manifest: Manifest, current: Provenance, is_forced: bool) -> None:
-    """Refuse to go on with a sweep on other code than it was begun with.
+    """Refuse to resume a sweep on other code than it began with.
 
     Raises:
         ConfigError: commit, uncommitted changes or versions differ, and `is_forced` is false.
@@ -32,7 +32,7 @@ def check_provenance(manifest: Manifest, current: Provenance, is_forced: bool) -
 
 
 def list_differences(begun: Provenance, current: Provenance) -> Iterator[str]:
-    """Yield each difference in words: what it was, and what it is now."""
+    """Yield each difference in words: the value then, and now."""
     if begun.commit != current.commit:
         yield f"commit {_short(begun.commit)} (now {_short(current.commit)})"
     if begun.changes_hash != current.changes_hash:
@@ -44,10 +44,10 @@ def list_differences(begun: Provenance, current: Provenance) -> Iterator[str]:
 
 
 def find_indices(manifest: Manifest, hashes: Sequence[str]) -> list[int]:
-    """Return the index of each cell by its hash: the one it has in the sweep, or a new one after the last.
+    """Return the index of each hash: the cell's in the sweep, or a new one after the last.
 
     Raises:
-        ConfigError: the sweep has none of the cells, so that it is another sweep's command.
+        ConfigError: the sweep has none of the cells, so the command is another sweep's.
     """
     known = {cell.cell_hash: cell.index for cell in manifest.cells}
     if manifest.cells and not known.keys() & set(hashes):
@@ -73,7 +73,7 @@ def list_missing(cells: Sequence[Cell], is_forced: bool) -> list[Cell]:
     """Return the cells that are neither completed nor not applicable.
 
     Raises:
-        ResultsError: one of them is running; `is_forced` takes one on another host for gone.
+        ResultsError: one of them is running. With `is_forced`, one on another host counts as gone.
     """
     ends = {cell.index: read_end(cell.folder) for cell in cells}
     for cell in cells:
@@ -82,10 +82,10 @@ def list_missing(cells: Sequence[Cell], is_forced: bool) -> list[Cell]:
 
 
 def set_aside(folder: Path) -> None:
-    """Move what an earlier attempt at a cell has left into `attempts/<number>` in its folder.
+    """Move the files of an earlier attempt at a cell into `attempts/<number>` in its folder.
 
     Raises:
-        ResultsError: it cannot be moved, or the cell is completed.
+        ResultsError: they cannot be moved, or the cell is completed.
     """
     if not folder.is_dir() or not (left := [name for name in os.listdir(folder) if name != ATTEMPTS]):
         return

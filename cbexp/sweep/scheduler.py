@@ -1,4 +1,4 @@
-"""Runs cells in their slots until all have ended or the sweep is asked to stop; one thread, no cell ends another."""
+"""Runs cells in slots, on one thread, until all have ended or the sweep is asked to stop."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ StartCell = Callable[[Cell, Mapping[str, str]], CellProcess]
 
 
 class Observer(Protocol):
-    """Hears of what happens in a sweep."""
+    """Is called with the events of a sweep."""
 
     def on_start(self, cell: Cell, slot: Mapping[str, str]) -> None:
         """A cell is about to start."""
@@ -44,7 +44,7 @@ class _Running:
 
 
 class Scheduler:
-    """The cells of one sweep on their way through the slots."""
+    """Runs the cells of one sweep, each in a free slot. A cell's failure does not end the others."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Scheduler:
         self._ends: dict[int, CellEnd] = {}
 
     def run(self, cells: Sequence[Cell]) -> dict[int, CellEnd]:
-        """Return how each cell ended by its index; cells that were not started before a stop are not in it."""
+        """Run the cells and return how each ended, by index; without those that a stop kept from starting."""
         waiting = deque(cells)
         try:
             while waiting or self._running:
@@ -111,7 +111,7 @@ class Scheduler:
             process.stop("timed_out", why, signal.SIGTERM, self._stop_grace_s)
 
     def _heed_stops(self) -> None:
-        """Hand a first request on to the cells; a further one kills them."""
+        """Pass a first stop request on to the cells; a further one kills them."""
         if self._stops.count == self._num_stops_seen:
             return
         self._num_stops_seen = self._stops.count
@@ -126,7 +126,7 @@ class Scheduler:
         self._observer.on_end(cell, end, elapsed_s)
 
     def _kill_all(self) -> None:
-        """Leave nothing behind when an error ends the sweep itself."""
+        """Leave no process behind when an error ends the sweep itself."""
         for running in self._running:
             running.process.stop("interrupted", "the sweep ended by an error", signal.SIGKILL, 0.0)
             running.process.conclude()

@@ -1,4 +1,4 @@
-"""What asks a sweep or a cell to end: Ctrl-C, and what batch systems and closing terminals send."""
+"""The signals that ask a sweep or a cell to end: Ctrl-C, and those of batch systems and closing terminals."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class StopRequests:
-    """Counts the requests to stop; `last` is the signal of the latest."""
+    """Counts the requests to stop. `last` is the signal of the latest."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -26,12 +26,12 @@ class StopRequests:
 
     @property
     def why(self) -> str:
-        """What the latest was, in words."""
+        """The latest request in words."""
         return "" if self.last is None else describe_stop(self.last)
 
 
 def describe_stop(number: int) -> str:
-    """Return the words for an end by a signal."""
+    """Return a message for a stop by a signal."""
     name = signal.Signals(number).name
     return "stopped by Ctrl-C" if name == "SIGINT" else f"stopped by {name}"
 
@@ -60,7 +60,7 @@ def raise_interrupt(number: int, _frame: FrameType | None) -> None:
 def _handling(
     signals: tuple[signal.Signals, ...], handler: Callable[[int, FrameType | None], Any]
 ) -> Iterator[None]:
-    """Handle those of `signals` that are not ignored; a shell, or nohup, has its reason to ignore one."""
+    """Handle `signals` but those that are ignored; a shell, or nohup, has its reason to ignore one."""
     previous = {number: signal.getsignal(number) for number in signals}
     handled = [number for number in signals if previous[number] is not signal.SIG_IGN]
     for number in handled:

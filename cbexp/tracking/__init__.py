@@ -1,4 +1,4 @@
-"""Weights & Biases, and the only importer of wandb: one run a job or a sweep; no failure of it ever ends a job."""
+"""Logging to Weights & Biases, one run for each job or sweep. Its failures never end a job."""
 
 from cbexp.tracking.credentials import refuse_impossible_online
 from cbexp.tracking.objective import OBJECTIVE, compute_objective

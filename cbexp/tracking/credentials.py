@@ -1,4 +1,4 @@
-"""Whether the runs of a sweep can go online as they are told to, found out before its first cell runs."""
+"""Checks before a sweep's first cell whether runs with `tracking=online` can go online."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterable
 from cbexp.config import TrackingConfig
 from cbexp.tracking.modes import choose_mode
 
-SERVICE_VARIABLE = "WANDB_SERVICE"  # by which wandb's own process is known to this one and its children
+SERVICE_VARIABLE = "WANDB_SERVICE"  # names wandb's own process to this one and its children
 
 
 def refuse_impossible_online(configs: Iterable[TrackingConfig], is_local: bool) -> None:
-    """Refuse a sweep whose jobs would be refused one by one for `tracking=online`, or logged in vain at its end.
+    """Refuse a sweep with `tracking=online` that could not go online.
 
-    Cells that are not `is_local` find their credentials where they run. Imports wandb only for what is to go online.
+    Cells that are not `is_local` find their credentials where they run. wandb is imported only where it is needed.
 
     Raises:
         ConfigError: `online` without credentials, or against wandb's own mode.
@@ -31,7 +31,7 @@ def refuse_impossible_online(configs: Iterable[TrackingConfig], is_local: bool) 
 
 
 def _end_service() -> None:
-    """End wandb's own process: cells would find it by the variable, share it, and outlive it."""
+    """End wandb's own process. Cells would find it by the variable and share it, and it ends before they do."""
     import wandb
 
     wandb.teardown()

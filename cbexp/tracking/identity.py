@@ -1,4 +1,4 @@
-"""Which W&B run a job is: a new one, that of its cell's earlier attempt, or the one an agent has opened for it."""
+"""The W&B run of a job: a new one, that of the cell's earlier attempt, or the one of a `wandb agent`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ CELL_FILE, SWEEP_FILE = "cell.json", "sweep.json"
 
 
 def is_under_agent() -> bool:
-    """Whether `wandb agent` started this process; its run, project and entity are then the agent's to say."""
+    """Whether `wandb agent` started this process. The agent then sets its run, project and entity."""
     return bool(os.environ.get("WANDB_SWEEP_ID"))
 
 
 def refuse_sweep_under_agent(sweep: SweepInfo | None) -> None:
-    """Raise `ConfigError` when a multirun would pour all of its cells into the one run of a W&B agent."""
+    """Raise `ConfigError` for a multirun under a W&B agent: all cells would go into the agent's one run."""
     if sweep is not None and is_under_agent():
         raise ConfigError(
             "a W&B agent runs one configuration at a time, and this is a multirun: take -m, and an experiment that "
@@ -47,7 +47,7 @@ def find_sweep_run_id(sweep_folder: Path) -> str | None:
 
 
 def make_run_id() -> str:
-    """Return an id that no other run has."""
+    """Return a random run id."""
     return secrets.token_hex(RUN_ID_LENGTH // 2)
 
 

@@ -1,4 +1,4 @@
-"""Online, offline or not at all, and why; what wandb says about bad settings, as errors for users."""
+"""The mode of a run: online, offline or disabled, and why. Turns wandb's complaints into errors for users."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 Mode = Literal["online", "offline", "disabled"]
 
-# What wandb is told by WANDB_MODE or its settings files, where that is not to go online.
+# wandb's own modes (from WANDB_MODE or its settings files) other than online.
 OWN_MODES: dict[str, Mode] = {"offline": "offline", "dryrun": "offline", "disabled": "disabled"}
 
 
@@ -53,7 +53,7 @@ def choose_mode(config: TrackingConfig) -> Choice:
 
 @contextmanager
 def refusing_bad_settings() -> Iterator[None]:
-    """Turn what wandb says about bad settings into an error for users."""
+    """Turn wandb's errors about bad settings into `ConfigError`."""
     import wandb
     from pydantic import ValidationError
 
@@ -72,7 +72,7 @@ def first_line(error: Exception) -> str:
 
 
 def _own_settings() -> wandb.Settings:
-    """What wandb takes from its environment variables and settings files; from here on it prints nothing."""
+    """Wandb's settings from its environment variables and files. From here on wandb prints nothing."""
     import wandb
 
     with refusing_bad_settings():
@@ -80,7 +80,7 @@ def _own_settings() -> wandb.Settings:
 
 
 def _find_login_problem(settings: wandb.Settings) -> str | None:
-    """Why wandb has no credentials to go online with; None when it has some. Asks neither the user nor the server."""
+    """Why wandb cannot log in; None if it has credentials. Asks neither the user nor the server."""
     import wandb
 
     try:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 OBJECTIVE = "objective"  # its name in W&B, the same for every search
-REJECTED = 0.0  # of what failed or holds too much memory: worse than anything that works
+REJECTED = 0.0  # of a run that failed or needs too much memory
 
 
 def compute_objective(summary: Mapping[str, Any], max_memory_gib: float | None) -> float:

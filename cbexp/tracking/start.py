@@ -1,15 +1,14 @@
-"""Starts W&B runs: settings, the fall from online to offline, and the metrics that every run defines."""
+"""Starts W&B runs: their settings, the fallback from online to offline, and their metrics."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cbexp.config import SweepInfo, TrackingConfig
 from cbexp.tracking.identity import find_cell_run_id, is_under_agent, make_run_id, refuse_sweep_under_agent
-from cbexp.tracking.idle_variables import find_idle_variables
 from cbexp.tracking.modes import Choice, Mode, choose_mode, first_line, refusing_bad_settings
 from cbexp.tracking.tracker import Tracker
 
@@ -67,13 +66,13 @@ def start_run(
     settings = _build_settings(config, run_name, group, run_id)
     # Absolute: an artifact of an offline run remembers where its files lie, and is uploaded from anywhere.
     tracker = _start(config, settings, dict(run_config), folder.absolute(), choice)
-    for idle in find_idle_variables(config, run_name, group):
+    for idle in _find_idle_variables(config, run_name, group):
         tracker.warn(idle)
     return tracker
 
 
 def _choose_run_id(sweep: SweepInfo | None, run_dir: Path) -> str | None:
-    """A cell's own, for WANDB_RUN_ID would make one run of all cells; None for a single run, whose it may be."""
+    """A cell's own id, since WANDB_RUN_ID would make one run of all cells; None for a single run, which may use it."""
     if sweep is None:
         return None
     return find_cell_run_id(run_dir) or make_run_id()
@@ -98,7 +97,7 @@ def _build_settings(
             finish_timeout_raises=True,
             x_transaction_log_flush_interval=FLUSH_INTERVAL_S,
             x_stats_sampling_interval=SYSTEM_METRICS_INTERVAL_S,
-            x_stats_track_process_tree=True,  # a peer works in a process of its own
+            x_stats_track_process_tree=True,  # a peer runs in a process of its own
         )
         if config.tags:
             settings.run_tags = tuple(config.tags)
@@ -109,6 +108,29 @@ def _build_settings(
         return settings
 
 
+def _find_idle_variables(config: TrackingConfig, run_name: str, group: str | None) -> list[str]:
+    """A warning for each wandb variable that is set and has no effect. Those that an agent sets are left out."""
+    set_by_agent = ("WANDB_PROJECT", "WANDB_ENTITY")
+    return [
+        f"{variable}={os.environ[variable]} has no effect: {setting}={used} goes before it."
+        for variable, setting, used in _overriding_settings(config, run_name, group)
+        if used
+        and os.environ.get(variable, used) not in ("", used)
+        and not (is_under_agent() and variable in set_by_agent)
+    ]
+
+
+def _overriding_settings(
+    config: TrackingConfig, run_name: str, group: str | None
+) -> Iterator[tuple[str, str, str | None]]:
+    """Yield each variable, the setting that overrides it, and that setting's value."""
+    yield "WANDB_PROJECT", "tracking.project", config.project
+    yield "WANDB_ENTITY", "tracking.entity", config.entity
+    yield "WANDB_TAGS", "tracking.tags", ",".join(config.tags)
+    yield "WANDB_RUN_GROUP", "the group", group
+    yield "WANDB_NAME", "the run's name", run_name
+
+
 def _start(
     config: TrackingConfig,
     settings: wandb.Settings,
@@ -116,7 +138,7 @@ def _start(
     folder: Path,
     choice: Choice,
 ) -> Tracker:
-    """Start the run; what was to be online goes offline when that fails, and without W&B when that fails too."""
+    """Start the run. If online fails it goes offline, and without W&B if that fails too."""
     tracker = Tracker(config)
     failures: list[str] = []
     modes: list[Mode] = [choice.mode] if choice.mode == "offline" else ["online", "offline"]
@@ -136,7 +158,7 @@ def _start(
 
 
 def _forget_failed_run() -> None:
-    """End wandb's own process, which would refuse the failed run's id to a second attempt; not under another run."""
+    """End wandb's own process, unless another run uses it. It would refuse the failed run's id to a second attempt."""
     import wandb
 
     if wandb.setup().most_recent_active_run is None:
@@ -154,7 +176,7 @@ def _init_run(settings: wandb.Settings, run_config: dict[str, Any], folder: Path
 
 
 def _timeout_s(variable: str, default_s: float) -> float:
-    """Seconds to wait, from wandb's own variable where it is set."""
+    """Seconds to wait, from wandb's own `variable` where it is set."""
     return float(os.environ.get(variable, default_s))  # wandb has checked its variables by now
 
 

@@ -22,11 +22,11 @@ CELL, STATUS, THROUGHPUT = "label", "status", "output_tokens_per_s"
 def log_sweep(
     config: TrackingConfig, name: str, sweep_folder: Path, rows: Sequence[Mapping[str, Any]]
 ) -> list[str]:
-    """Log a finished sweep, one row a cell, as one W&B run; return what went wrong. A resumed sweep continues its run.
+    """Log a finished sweep as one W&B run and return what went wrong. A resumed sweep continues its run.
 
-    Rows have `label`, `status` and `output_tokens_per_s` (None where there is none), and any other keys. The run counts
-    as failed when a cell does. What cannot go online, for want of a server or of credentials, is kept offline. Nothing
-    is raised: the sweep is over, and its records are on disk.
+    There is a row for each cell, with `label`, `status`, `output_tokens_per_s` (or None), and any other keys. The run
+    counts as failed if a cell does. If it cannot go online it is kept offline. Nothing is raised: the sweep is over,
+    and its records are on disk.
     """
     if config.mode == "disabled":
         return []
@@ -43,7 +43,7 @@ def log_sweep(
 def _start_online_or_offline(
     config: TrackingConfig, name: str, sweep_folder: Path, num_cells: int
 ) -> Tracker:
-    """Start the sweep's run, offline where it was to be online and cannot; a warning says why and how to upload it."""
+    """Start the sweep's run, offline if it cannot go online. A warning says why, and how to upload it."""
     try:
         return _start(config, name, sweep_folder, num_cells)
     except ConfigError as error:
@@ -60,7 +60,7 @@ def _start(config: TrackingConfig, name: str, sweep_folder: Path, num_cells: int
 
 
 def _build_values(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The table of all cells, and bars of those that have a throughput."""
+    """A table of all cells, and a bar chart of those with a throughput."""
     import wandb
 
     names, data = _tabulate(rows)
@@ -73,14 +73,14 @@ def _build_values(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _tabulate(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str | int], list[list[Any]]]:
-    """Column names in order of first appearance, and rows of them; wandb wants one type a column."""
+    """Column names in order of first appearance, and the rows. wandb wants one type in each column."""
     names: list[str | int] = list(dict.fromkeys(name for row in rows for name in row))
     columns = [_unify([row.get(str(name)) for row in rows]) for name in names]
     return names, [list(values) for values in zip(*columns, strict=True)]
 
 
 def _unify(values: Sequence[Any]) -> list[Any]:
-    """Numbers, truth values or text as they are; anything else, and a mixture, as text."""
+    """A column's values as they are if all are numbers, truth values or text; otherwise as JSON text."""
     kinds = {_kind(value) for value in values if value is not None}
     if len(kinds) <= 1 and None not in kinds:
         return list(values)

@@ -1,10 +1,11 @@
-"""Tiny random models, the reference they are compared with, and settings for a peer."""
+"""Tiny random models, the reference they are compared with, and drivers on transformers' own generation."""
 
 from __future__ import annotations
 
 import copy
 import gc
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -18,9 +19,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from cbexp.peers.base import PeerConfig, PeerDriver
-from cbexp.peers.generate import GenerateDriver
-from cbexp.peers.manager import ManagerDriver
+from cbexp.drivers.generate import GenerateDriver
+from cbexp.drivers.manager import ManagerDriver
+from cbexp.engine import CBSyncConfig
+from cbexp.engine.model_driver import ModelDriver
 
 SHAPE = {
     "vocab_size": 97,
@@ -63,53 +65,27 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     return build_model(request.param)
 
 
-@pytest.fixture
-def make_config() -> Callable[..., PeerConfig]:
-    def make(**changes: Any) -> PeerConfig:
-        settings: dict[str, Any] = {
-            "max_new_tokens": 8,
-            "eos_token_ids": (),
-            "pad_token_id": 0,
-            "compile_mode": "auto",
-            "max_requests_per_batch": None,
-            "page_size": 16,
-            "num_blocks": 64,
-            "max_batch_tokens": 256,
-            "allow_block_sharing": False,
-            "scheduler": "fifo",
-        }
-        return PeerConfig(**(settings | changes))
+SETTINGS = {"max_new_tokens": 8, "eos_token_id": (), "pad_token_id": 0, "page_size": 16, "num_blocks": 64}
 
-    return make
+
+def make_config(**changes: Any) -> CBSyncConfig:
+    return CBSyncConfig(**(SETTINGS | {"max_batch_tokens": 256} | changes))
 
 
 @pytest.fixture(params=[ManagerDriver, GenerateDriver], ids=["manager", "generate"])
-def make_driver(
-    request: pytest.FixtureRequest, make_config: Callable[..., PeerConfig]
-) -> Iterator[Callable[..., PeerDriver]]:
-    """Builds a peer of each kind and closes it after the test."""
-    drivers: list[PeerDriver] = []
-
-    def make(model: Any, **changes: Any) -> PeerDriver:
-        drivers.append(request.param(model, make_config(**changes)))
-        return drivers[-1]
-
-    yield make
-    for driver in drivers:
-        driver.close()
+def make_driver(request: pytest.FixtureRequest) -> Iterator[Callable[..., ModelDriver]]:
+    """Builds a driver of each kind and closes it after the test."""
+    yield from _making(request.param)
 
 
 @pytest.fixture
-def make_manager(make_config: Callable[..., PeerConfig]) -> Iterator[Callable[..., ManagerDriver]]:
-    drivers: list[ManagerDriver] = []
+def make_manager() -> Iterator[Callable[..., ManagerDriver]]:
+    yield from _making(ManagerDriver)
 
-    def make(model: Any, **changes: Any) -> ManagerDriver:
-        drivers.append(ManagerDriver(model, make_config(**changes)))
-        return drivers[-1]
 
-    yield make
-    for driver in drivers:
-        driver.close()
+def _making(driver_class: type) -> Iterator[Callable[..., Any]]:
+    with ExitStack() as drivers:
+        yield lambda model, **changes: drivers.enter_context(driver_class(model, make_config(**changes)))
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""How a peer's settings become upstream's own."""
+"""How our settings become those of upstream's manager."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, Qwen3Config
 
-from cbexp.config import COMPILE_MODES
-from cbexp.engine.types import EngineError, UnsupportedModelError
-from cbexp.peers import generate, manager
-from cbexp.peers.manager_settings import build_batching_config, resolve_compile_mode
+from cbexp.drivers.manager_settings import build_batching_config
+from cbexp.engine.types import COMPILE_MODES, EngineError, UnsupportedModelError
+from tests.drivers.conftest import make_config
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -20,29 +19,9 @@ def model_config(attention="sdpa", kind=Qwen3Config, **kwargs):
     return config
 
 
-def test_every_compile_mode_has_a_meaning():
-    assert sorted(manager.SUPPORTED_COMPILE_MODES) == sorted(COMPILE_MODES)
-    assert set(generate.SUPPORTED_COMPILE_MODES) < set(COMPILE_MODES)
-
-
-@pytest.mark.parametrize(
-    ("attention", "device", "expected"),
-    [
-        ("flash_attention_2", CUDA, "cuda_graph"),
-        ("flash_attention_3", CUDA, "cuda_graph"),
-        ("sdpa", CUDA, "eager"),
-        ("eager", CUDA, "eager"),
-        ("sdpa", CPU, "eager"),
-    ],
-)
-def test_auto_is_what_upstream_recommends(attention, device, expected):
-    assert resolve_compile_mode("auto", attention, device) == expected
-
-
 @pytest.mark.parametrize(
     ("mode", "graph", "is_async", "level", "torch_mode"),
     [
-        ("auto", True, True, 0, None),
         ("eager", False, False, 0, None),
         ("default", False, False, 1, None),
         ("max_autotune_no_cudagraphs", False, False, 2, None),
@@ -52,7 +31,7 @@ def test_auto_is_what_upstream_recommends(attention, device, expected):
         ("max_autotune", False, False, 0, "max-autotune"),
     ],
 )
-def test_compile_modes_with_flash_attention_on_cuda(make_config, mode, graph, is_async, level, torch_mode):
+def test_compile_modes_with_flash_attention_on_cuda(mode, graph, is_async, level, torch_mode):
     settings = build_batching_config(make_config(compile_mode=mode), model_config("flash_attention_3"), CUDA)
     assert settings.use_cuda_graph is graph
     assert settings.use_async_batching is is_async
@@ -63,50 +42,49 @@ def test_compile_modes_with_flash_attention_on_cuda(make_config, mode, graph, is
     assert settings.auto_switch_to_flash is False
 
 
-def test_masks_and_asynchronous_batching_do_not_go_together(make_config):
+def test_masks_and_asynchronous_batching_do_not_go_together():
     settings = build_batching_config(make_config(compile_mode="reduce_overhead"), model_config(), CUDA)
-    assert (
-        settings.decode_compile_config is None
-    )  # without the fast path upstream would ignore it, with a warning
+    # Without the fast path upstream would ignore it, with a warning.
+    assert settings.decode_compile_config is None
     settings = build_batching_config(make_config(compile_mode="cuda_graph"), model_config(), CUDA)
     assert (settings.use_cuda_graph, settings.use_async_batching) == (True, False)
     assert settings.max_blocks_per_request == 0
 
 
-@pytest.mark.parametrize("mode", ["cuda_graph", "compiled_cuda_graph", "reduce_overhead", "max_autotune"])
+@pytest.mark.parametrize("mode", [name for name, mode in COMPILE_MODES.items() if mode.graphs])
 def test_captures_on_a_cpu_are_refused(make_manager, qwen3, mode):
-    with pytest.raises(
-        EngineError, match=f"compile mode {mode} captures CUDA graphs and the model is on cpu"
-    ):
+    with pytest.raises(EngineError, match=f"compile_mode='{mode}' needs a CUDA device"):
         make_manager(qwen3, compile_mode=mode)
 
 
+def test_a_cache_without_a_size_is_refused(make_manager, qwen3):
+    with pytest.raises(EngineError, match="num_blocks is not set"):
+        make_manager(qwen3, num_blocks=None)
+
+
 @pytest.mark.parametrize(
-    ("changes", "width"),
+    ("longest", "changes", "width"),
     [
-        (
-            {"max_request_tokens": 812, "page_size": 256, "num_blocks": 1000},
-            6,
-        ),  # 4 blocks, one more, made even
-        ({"max_request_tokens": 1100, "page_size": 256, "num_blocks": 1000}, 6),
-        ({"page_size": 16, "num_blocks": 20}, 22),  # the whole cache: 20 blocks
-        ({"page_size": 16, "num_blocks": 10**6}, 130),  # the model's 2048 positions: 128 blocks
+        (812, {"page_size": 256, "num_blocks": 1000}, 6),  # 4 blocks, one more, made even
+        (1100, {"page_size": 256, "num_blocks": 1000}, 6),
+        (None, {"num_blocks": 20}, 22),  # the whole cache: 20 blocks
+        (None, {"num_blocks": 10**6}, 130),  # the model's 2048 positions: 128 blocks
     ],
 )
-def test_the_block_table_fits_the_longest_request(make_config, changes, width):
+def test_the_block_table_fits_the_longest_request(longest, changes, width):
     config = model_config("flash_attention_2", max_position_embeddings=2048)
-    assert build_batching_config(make_config(**changes), config, CUDA).max_blocks_per_request == width
+    settings = build_batching_config(make_config(**changes), config, CUDA, longest)
+    assert settings.max_blocks_per_request == width
 
 
-def test_sliding_windows_have_no_block_table(make_config):
+def test_sliding_windows_have_no_block_table():
     config = model_config("flash_attention_2", kind=MistralConfig, sliding_window=64)
     assert build_batching_config(make_config(), config, CUDA).max_blocks_per_request == 0
-    assert build_batching_config(make_config(), model_config("flash_attention_2", kind=Gemma2Config), CUDA)
     config = model_config("flash_attention_2", kind=Gemma2Config)
     assert build_batching_config(make_config(), config, CUDA).max_blocks_per_request == 0
 
 
-def test_requests_of_a_batch_are_no_more_than_can_be_active(make_config):
+def test_requests_of_a_batch_are_no_more_than_can_be_active():
     def max_requests(**changes):
         return build_batching_config(make_config(**changes), model_config(), CPU).max_requests_per_batch
 

@@ -30,7 +30,8 @@ from transformers import (
 )
 
 from cbexp.engine import CBSyncConfig, SyncCBDriver
-from cbexp.engine.fused_projections import ProjectionFusion
+from tests.engine.driving import check_cache_at_rest
+from tests.engine.ulps import exact_linear
 
 torch.set_num_threads(1)
 
@@ -142,6 +143,11 @@ def make_prompts() -> Callable[..., list[list[int]]]:
 
 
 @pytest.fixture(scope="session")
+def greedy() -> Callable[..., tuple[int, ...]]:
+    return generate_greedily
+
+
+@pytest.fixture(scope="session")
 def reference(shared_model: Callable[[str], PreTrainedModel]) -> Callable[..., tuple[int, ...]]:
     """(family, prompt, max_new_tokens, eos ids) -> tokens of `generate` on the family's shared model."""
 
@@ -153,13 +159,22 @@ def reference(shared_model: Callable[[str], PreTrainedModel]) -> Callable[..., t
 
 
 @pytest.fixture(scope="session")
-def greedy() -> Callable[..., tuple[int, ...]]:
-    return generate_greedily
+def references(reference: Callable[..., tuple[int, ...]]) -> Callable[..., list[tuple[int, ...]]]:
+    """(family, prompts, limit of all or one each, eos ids, generations) -> what a drive of them returns."""
+
+    def listed(family, prompts, limits=12, eos=(), num_generations=1):
+        limits = [limits] * len(prompts) if isinstance(limits, int) else limits
+        tokens = [
+            reference(family, prompt, limit, eos) for prompt, limit in zip(prompts, limits, strict=True)
+        ]
+        return [completion for completion in tokens for _ in range(num_generations)]
+
+    return listed
 
 
 @pytest.fixture
 def make_driver() -> Iterator[Callable[..., SyncCBDriver]]:
-    """`SyncCBDriver` with small pages and batches; closed after the test."""
+    """`SyncCBDriver` with small pages and batches. After the test its cache is looked at, and it is closed."""
     drivers: list[SyncCBDriver] = []
 
     def make(model: Any, generation_config: GenerationConfig | None = None, **changes: Any) -> SyncCBDriver:
@@ -172,21 +187,23 @@ def make_driver() -> Iterator[Callable[..., SyncCBDriver]]:
 
     yield make
     for driver in drivers:
+        check_cache_at_rest(driver)
         driver.close()
 
 
 @pytest.fixture
-def fused() -> Iterator[Callable[..., ProjectionFusion]]:
-    """Build projection fusions that are taken apart at the end."""
-    fusions: list[ProjectionFusion] = []
+def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """References and models take `exact_linear` for their matrix products.
 
-    def make(model: PreTrainedModel, cls: type[ProjectionFusion] = ProjectionFusion) -> ProjectionFusion:
-        fusions.append(cls(model))
-        return fusions[-1]
+    What is left of half precision are single sums and products, which IEEE 754 defines.
+    """
+    monkeypatch.setattr(torch.nn.functional, "linear", exact_linear)
 
-    yield make
-    for fusion in fusions:
-        fusion.close()
+
+@pytest.fixture
+def exact_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TF32 would round the two sides of a comparison differently."""
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
 
 
 @pytest.fixture

@@ -8,8 +8,7 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from cbexp.engine.attention import ATTENTION_NAME
-from cbexp.engine.buffers import allocate_buffers
-from cbexp.engine.buffers import PagePool
+from cbexp.engine.buffers import PagePool, allocate_buffers
 
 VOCAB_SIZE = 61
 PAGE_SIZE = 8
@@ -106,17 +105,6 @@ def set_rows(buffers, positions, remaining=9):
 
 
 def state_of(buffers):
-    """All that steps may change, as copies."""
+    """All that steps may change, as copies: of `buffers.state()`, then of the pages."""
     pages = {layer.pages.data_ptr(): layer.pages for layer in buffers.layers}
-    return [
-        tensor.clone()
-        for tensor in (
-            buffers.token_ids,
-            buffers.positions,
-            buffers.remaining,
-            buffers.outputs,
-            buffers.step,
-            buffers.best_logits,
-            *pages.values(),
-        )
-    ]
+    return [tensor.clone() for tensor in (*buffers.state(), *pages.values())]

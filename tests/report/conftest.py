@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-
 import pytest
 
 from tests.report.report_fixtures import round_record, summary_of, write_json, write_lines
@@ -27,9 +24,8 @@ def make_run(tmp_path):
         folder = tmp_path / folder_name
         command = f"python -m cbexp {' '.join(overrides)}"
         write_json(folder / "cell.json", {"overrides": list(overrides), "command": command})
-        write_json(
-            folder / "status.json", {"status": status, "message": message, "pid": 1, "host": "elsewhere"}
-        )
+        ended = {"status": status, "message": message, "pid": 1, "host": "elsewhere"}
+        write_json(folder / "status.json", ended)
         write_json(folder / "environment.json", environment or {"versions": {"torch": "2.11.0"}})
         rounds = [round_record(0, 2.0, is_warmup=True)]
         rounds += [
@@ -41,14 +37,3 @@ def make_run(tmp_path):
         return folder
 
     return make
-
-
-@pytest.fixture
-def own_status():
-    """A status.json of a run that this process goes on with."""
-    return {
-        "status": "running",
-        "pid": os.getpid(),
-        "host": socket.gethostname(),
-        "started_at": "2199-01-01T00:00:00+00:00",
-    }

@@ -5,8 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from cbexp.report import Run, load_runs
+
 REFERENCE = Path(__file__).parents[2] / "outputs/reference"
-WORK = "a" * 64
+WORKLOAD, OTHER_WORKLOAD = "a" * 64, "b" * 64
+
+
+def load_one(folder: Path) -> Run:
+    (run,) = load_runs([folder])
+    return run
 
 
 def write_json(path: Path, values) -> None:
@@ -38,7 +45,7 @@ def summary_of(walls_s, num_tokens=100, **more):
         "name": "night",
         "model": "tiny",
         "dataset": "synthetic",
-        "workload_hash": WORK,
+        "workload_hash": WORKLOAD,
         "num_prompts": 4,
         "num_generations": 1,
         "max_new_tokens": 25,

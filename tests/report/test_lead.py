@@ -10,9 +10,10 @@ from cbexp.report import format_report, load_runs, run_rows
 from cbexp.report.lead import are_same_in_effect
 from cbexp.report.page import build_page
 from cbexp.report.page_table import TIMES
-from cbexp.report.works import find_works
+from cbexp.report.workloads import find_workloads
 
 IDLE = "cache.num_tokens={} has no effect with driver=generate, which has no paged cache."
+SLOWER_TOO = "but the same configuration also came out slower than it"
 
 
 @pytest.fixture
@@ -33,10 +34,10 @@ def make_cell(make_run):
     return make
 
 
-def work_of(*folders):
+def lead_of(*folders):
     runs = load_runs(folders)
-    (work,) = find_works(run_rows(runs), runs)
-    return work
+    (workload,) = find_workloads(run_rows(runs), runs)
+    return workload.lead
 
 
 def card_of(*folders):
@@ -45,32 +46,35 @@ def card_of(*folders):
     return " ".join(re.sub(r"<[^>]+>", "", card).replace(TIMES, "x").split())
 
 
+def text_of(*folders):
+    return format_report(load_runs(folders))
+
+
 def test_cells_that_differ_without_effect_are_one_configuration(make_cell):
     folders = [make_cell("generate", cache, wall_s) for cache, wall_s in ((1, 1.0), (2, 1.1), (None, 1.2))]
     folders += [make_cell("sync", 1, 2.0), make_cell("sync", 2, 3.0)]
-    lead = work_of(*folders).lead
+    lead = lead_of(*folders)
     assert [row["label"] for row in lead.same] == ["driver=generate cache.num_tokens=2", "driver=generate"]
     assert lead.rival["label"] == "driver=sync cache.num_tokens=1"
     assert lead.ratio.value == pytest.approx(2.0)
     card = card_of(*folders)
     assert "Fastest of 5 runs" in card
-    assert (
-        f"The same configuration in effect as #2-3: what differs between them is noise. {IDLE.format(1)}"
-        in card
-    )
+    same = "The same configuration in effect as #2-3: what differs between them is noise."
+    assert f"{same} {IDLE.format(1)}" in card
     assert "Ahead of #4 (the fastest other one) beyond the noise: 2.00x" in card
     assert "more rounds" not in card
+    assert "; #2-3: the same in effect" in text_of(*folders)
 
 
 def test_settings_that_have_an_effect_make_rivals(make_cell):
     folders = [make_cell("sync", 1, 1.0), make_cell("sync", 2, 1.01)]
     assert not are_same_in_effect(*load_runs(folders))
     card = card_of(*folders)
-    assert "Not clearly ahead of the runner-up" in card
-    assert "more rounds would tell" in card
+    assert "Not clearly ahead of the runner-up" in card and "more rounds would tell" in card
+    assert "#1 is not clearly ahead of #2: 1.01x (" in text_of(*folders)
 
 
-def test_an_idle_setting_of_a_winner_alone_is_told_in_its_card(make_cell):
+def test_an_idle_setting_of_a_winner_alone_is_in_its_card(make_cell):
     card = card_of(make_cell("generate", 1, 1.0), make_cell("sync", 1, 2.0))
     assert IDLE.format(1) in card
     assert "Fastest of 2 configurations" in card
@@ -78,15 +82,16 @@ def test_an_idle_setting_of_a_winner_alone_is_told_in_its_card(make_cell):
 
 def test_being_ahead_is_luck_where_the_same_configuration_also_lost(make_cell):
     folders = [make_cell("generate", 1, 1.0), make_cell("sync", 1, 2.0), make_cell("generate", 2, 3.0)]
-    assert work_of(*folders).lead.verdict == "shared"
-    assert "2.00x, but the same configuration also came out slower than it" in card_of(*folders)
-    text = format_report(load_runs(folders))
-    assert "#1 makes 2.00x what #2 does, but the same configuration also came out slower than it; #3" in text
+    assert lead_of(*folders).verdict == "shared"
+    assert f"2.00x, {SLOWER_TOO}" in card_of(*folders)
+    assert f"#1 makes 2.00x what #2 does, {SLOWER_TOO}; #3" in text_of(*folders)
 
 
-def test_without_another_configuration_there_is_no_rival(make_cell):
+def test_without_rivals_or_rounds_nothing_is_claimed(make_cell):
     card = card_of(make_cell("generate", 1, 1.0), make_cell("generate", 2, 3.0, num_rounds=1))
     assert "There is no other configuration to compare it with" in card
+    text = text_of(make_cell("sync", 3, 1.0, num_rounds=1), make_cell("sync", 4, 2.0))
+    assert "#1 makes 2.04x what #2 does; too few rounds to tell" in text
 
 
 @pytest.mark.parametrize(
@@ -109,20 +114,19 @@ def test_damaged_settings_are_taken_for_different(make_cell, content):
     assert not are_same_in_effect(*load_runs([one, other]))
 
 
-@pytest.mark.parametrize(("num_correct", "is_told"), [(60, True), (2840, False)])
-def test_a_winner_that_is_wrong_more_often_is_told(make_run, num_correct, is_told):
+@pytest.mark.parametrize(("num_correct", "is_worse"), [(60, True), (2840, False)])
+def test_a_winner_that_is_wrong_more_often_is_named(make_run, num_correct, is_worse):
     """Of 3,000 answers in five rounds; 2,850 of the other run's are right."""
     right = {"num_judged": 3000, "num_correct": 2850, "accuracy": 0.95}
     wrong = {"num_judged": 3000, "num_correct": num_correct, "accuracy": num_correct / 3000}
     slow = make_run("slow", ["compile=eager"], **right)
     fast = make_run("fast", ["compile=default"], [0.5, 0.51, 0.52, 0.53, 0.54], **wrong)
-    card, text = card_of(slow, fast), format_report(load_runs([slow, fast]))
-    assert (
-        "Its answers are wrong more often than those of #2, beyond chance: 95.0% of those" in card
-    ) == is_told
-    assert ("#1 is ahead of #2 beyond the noise: " in text) and "Ahead of the runner-up" in card
-    assert ("; its answers are wrong more often than those of #2, beyond chance" in text) == is_told
-    assert ("note: fewer correct completions than another run of the same work" in text) == is_told
+    card, text = card_of(slow, fast), text_of(slow, fast)
+    assert "#1 is ahead of #2 beyond the noise: " in text and "Ahead of the runner-up" in card
+    sentence = "answers are wrong more often than those of #2, beyond chance"
+    assert (f"Its {sentence}: 95.0% of those" in card) == is_worse
+    assert (f"; its {sentence}" in text) == is_worse
+    assert ("note: fewer correct completions than another run of the same workload" in text) == is_worse
 
 
 @pytest.mark.parametrize(
@@ -131,17 +135,4 @@ def test_a_winner_that_is_wrong_more_often_is_told(make_run, num_correct, is_tol
 def test_a_lead_that_is_written_as_none_is_none(make_run, wall_s, words):
     """However steady the rounds are."""
     walls = {"eager": (1.0,) * 5, "default": (wall_s,) * 5}
-    runs = load_runs([make_run(mode, [f"compile={mode}"], walls[mode]) for mode in walls])
-    assert words in format_report(runs)
-
-
-def test_leads_are_told_on_the_terminal(make_cell):
-    folders = [make_cell("generate", cache, wall_s) for cache, wall_s in ((1, 1.0), (2, 1.1), (None, 1.2))]
-    folders += [make_cell("sync", 1, 1.01)]
-    text = format_report(load_runs(folders))
-    assert "#1 makes 1.01x what #2 does, but the same configuration also came out slower than it" in text
-    assert "; #3-4: the same in effect" in text
-    rivals = format_report(load_runs([make_cell("sync", 5, 1.0), make_cell("sync", 6, 1.01)]))
-    assert "#1 is not clearly ahead of #2: 1.01x (" in rivals
-    one_round = format_report(load_runs([make_cell("sync", 3, 1.0, num_rounds=1), make_cell("sync", 4, 2.0)]))
-    assert "#1 makes 2.04x what #2 does; too few rounds to tell" in one_round
+    assert words in text_of(*(make_run(mode, [f"compile={mode}"], walls[mode]) for mode in walls))

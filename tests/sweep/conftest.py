@@ -1,20 +1,27 @@
 """Sweeps as a user starts them, over a fake job that needs no torch and ends as a test wants."""
 
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 
+from cbexp.cli.command_line import main
+from cbexp.sweep.stop_signals import STOP_SIGNALS
+from tests.sweep import fake_job
+
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
-DEADLINE_S = 60
+QUIET = "tracking=disabled"
+DEADLINE_S = 600  # a guard: nothing here waits for long on an idle machine
 
 
 class Sweeps:
@@ -28,26 +35,48 @@ class Sweeps:
         self.variables = {}
         self._processes = []
 
-    def start(self, *arguments, command=("-m", "cbexp"), **options):
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(str(path) for path in (self.fake_path, REPOSITORY) if path),
+    def environment(self):
+        return {
             "FAKE_LOG": str(self.log),
             "FAKE_ENDS": json.dumps(self.ends),
             "GIT_DIR": "/nonexistent",  # the commit must not change under a test
             **self.variables,
         }
-        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
+
+    def run_here(self, *arguments, tracking=QUIET):
+        """Run a sweep with all its cells in this process."""
+        out, err = io.StringIO(), io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+            patch.chdir(self.folder)
+            patch.setitem(sys.modules, "cbexp.experiment", fake_job)
+            for name, value in self.environment().items():
+                patch.setenv(name, value)
+            try:
+                main([*arguments, tracking, "isolation=none"])
+                code = 0
+            except SystemExit as end:
+                code = end.code
+        return SimpleNamespace(code=code, out=out.getvalue(), err=err.getvalue())
+
+    def start(self, *arguments, command=("-m", "cbexp"), **options):
+        """Start a sweep in a process, with its cells in processes of their own."""
+        path = os.pathsep.join(str(path) for path in (self.fake_path, REPOSITORY) if path)
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "preexec_fn": heed_signals} | options
         process = subprocess.Popen(
-            [sys.executable, *command, *arguments], cwd=self.folder, env=environment, text=True, **options
+            [sys.executable, *command, *arguments, QUIET],
+            cwd=self.folder,
+            env=os.environ | {"PYTHONPATH": path} | self.environment(),
+            text=True,
+            **options,
         )
         self._processes.append(process)
         return process
 
-    def run(self, *arguments, deadline_s=DEADLINE_S, **options):
-        return self.finish(self.start(*arguments, **options), deadline_s)
+    def run(self, *arguments, **options):
+        return self.finish(self.start(*arguments, **options))
 
-    def finish(self, process, deadline_s=DEADLINE_S):
-        out, err = process.communicate(timeout=deadline_s)
+    def finish(self, process):
+        out, err = process.communicate(timeout=DEADLINE_S)
         return SimpleNamespace(code=process.returncode, out=out, err=err)
 
     @property
@@ -70,6 +99,9 @@ class Sweeps:
         (folder,) = [path for path in self.sweep_folder.iterdir() if path.name.startswith(f"{index}_")]
         return folder
 
+    def cell(self, index):
+        return json.loads((self.cell_folder(index) / "cell.json").read_text())
+
     def status(self, index):
         return json.loads((self.cell_folder(index) / "status.json").read_text())
 
@@ -91,8 +123,14 @@ class Sweeps:
             process.kill()
             process.communicate()
         for call in self.calls:
-            if psutil.pid_exists(call["pid"]) and is_running(call["pid"]):
+            if call["pid"] != os.getpid() and is_running(call["pid"]):
                 os.kill(call["pid"], signal.SIGKILL)
+
+
+def heed_signals():
+    """In a process to be: signals end it, also where a shell or nohup has the tests ignore some."""
+    for number in (signal.SIGINT, *STOP_SIGNALS):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def wait_until(condition, deadline_s=DEADLINE_S):

@@ -68,8 +68,10 @@ def behave(how):
         print(f"child {child.pid}", flush=True)
     elif how == "exit":
         sys.exit(0)
-    elif how == "slow":
-        time.sleep(1.5)
+    elif how == "meet":  # ends when another cell has begun
+        log = Path(os.environ["FAKE_LOG"])
+        while len(log.read_text().splitlines()) < 2:
+            time.sleep(0.02)
 
 
 def log_call(config, overrides, sweep):
@@ -82,8 +84,6 @@ def log_call(config, overrides, sweep):
         "sweep": [sweep.group, sweep.num_jobs, sweep.job_index] if sweep else None,
         "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "variable": os.environ.get("FROM_ENV_SET"),
-        "started_s": time.time(),
-        "has_torch": "torch" in sys.modules,
     }
     with Path(os.environ["FAKE_LOG"]).open("a") as file:
         file.write(json.dumps(call) + "\n")

@@ -1,180 +1,200 @@
 """Whatever becomes of a cell is in its folder, the sweep goes on, and its table and exit code say so."""
 
+import errno
 import json
-import os
 import re
+import subprocess
+import sys
 
-from cbexp.cli.command_line import conf_dir
-from cbexp.cli.composer import parse_arguments, register_job_folder
-from cbexp.cli.preflight import check_command
-from cbexp.config import register_schema
-from tests.sweep.conftest import is_running
+import pytest
 
-QUIET = "tracking=disabled"
+from cbexp import tracking
+from cbexp.cli.exit_codes import choose_sweep_exit_code
+from cbexp.run_status import begin_status, find_live_owner, write_status
+from cbexp.sweep.ends import CellEnd, conclude_end, describe_signal, read_end, record_end
+from tests.sweep.conftest import is_running, wait_until
+
+EARLIER = "2026-01-02T03:04:05+00:00"
 
 
 def test_every_way_to_end_is_recorded_and_the_sweep_goes_on(sweeps):
-    hows = [
-        "complete", "fail", "out_of_memory", "not_applicable", "sigkill", "die_before_status", "no_place", "bug",
-        "hang", "complete",
-    ]  # fmt: skip
-    sweeps.ends = dict(enumerate(hows))
-    done = sweeps.run("-m", f"seed=range(0,{len(hows)})", "cell_timeout_s=4", QUIET)
-    assert done.code == 1, done.err
-    assert done.err == ""
-    assert sweeps.statuses() == {
-        0: "completed", 1: "failed", 2: "out_of_memory", 3: "not_applicable", 4: "killed", 5: "failed", 6: "failed",
-        7: "failed", 8: "timed_out", 9: "completed",
-    }  # fmt: skip
-    messages = {index: sweeps.status(index).get("message", "") for index in range(10)}
-    assert messages[1] == "there are no rows"
-    assert "SIGKILL" in messages[4]
-    assert "no memory left" in messages[4]
-    assert "exit code 3" in messages[5]
-    assert "cell of seed 5: die_before_status" in messages[5]
-    assert "no place to write to" in messages[6]
-    assert "ZeroDivisionError: a bug" in messages[7]
-    assert messages[8] == "not done after cell_timeout_s=4 seconds"
-    assert "cell of seed 8: hang" in (sweeps.cell_folder(8) / "log.txt").read_text()
-    assert "Traceback" in (sweeps.cell_folder(7) / "log.txt").read_text()
-    assert read_table(done.out) == {f"seed={i}": status for i, status in sweeps.statuses().items()}
-    assert "3 of 10 cells are done" in done.out
-    for message in messages.values():
-        assert message in done.out
-
-
-def read_table(out):
-    """Status by label, of the rows of the final table."""
-    return dict(re.findall(r"^ *\d+ +(seed=\d+) +(\w+)", out, re.MULTILINE))
-
-
-def test_what_cannot_run_here_is_no_failure(sweeps):
-    sweeps.ends = {1: "not_applicable"}
-    assert sweeps.run("-m", "seed=1,2", QUIET).code == 0
-
-
-def test_each_cell_has_a_process_and_session_of_its_own_and_none_has_torch(sweeps):
-    done = sweeps.run("-m", "seed=1,2,3", QUIET)
-    assert done.code == 0
-    assert len({call["pid"] for call in sweeps.calls}) == 3
-    assert all(call["session"] == call["pid"] for call in sweeps.calls)
-    # Neither does the sweep's own process load it.
-    loaded = [line.split() for line in (sweeps.folder / "calls.jsonl.modules").read_text().splitlines()]
-    assert len(loaded) == 4
-    assert all(len(modules) == 1 for modules in loaded)
-
-
-def test_cells_know_their_place(sweeps):
-    sweeps.run("-m", "seed=5,6", QUIET)
-    group = f"default_{sweeps.sweep_folder.name}"
-    assert [call["sweep"] for call in sweeps.calls] == [[group, 2, 0], [group, 2, 1]]
-    assert [call["overrides"] for call in sweeps.calls] == [["seed=5", QUIET], ["seed=6", QUIET]]
-    assert {call["cwd"] for call in sweeps.calls} == {str(sweeps.folder)}
-
-
-def test_records_say_what_a_cell_is_and_how_to_run_it_again(sweeps, monkeypatch):
-    sweeps.run("-m", "sampling.max_new_tokens=4,8", "cell_timeout_s=100", QUIET)
-    cell = json.loads((sweeps.cell_folder(1) / "cell.json").read_text())
-    assert cell["overrides"] == ["sampling.max_new_tokens=8", QUIET]
-    assert cell["command"] == f"python -m cbexp sampling.max_new_tokens=8 {QUIET}"
-    listed = sweeps.manifest()["cells"][1]
-    assert {key: listed[key] for key in ("index", "cell_hash", "overrides", "command")} == {
-        key: cell[key] for key in ("index", "cell_hash", "overrides", "command")
+    expected = {
+        "complete": ("completed", ""),
+        "fail": ("failed", "there are no rows"),
+        "out_of_memory": ("out_of_memory", "asked for too much"),
+        "not_applicable": ("not_applicable", "there is no GPU"),
+        "sigkill": ("killed", "SIGKILL"),
+        "die_before_status": ("failed", "exit code 3"),
+        "no_place": ("failed", "no place to write to"),
+        "bug": ("failed", "ZeroDivisionError: a bug"),
     }
-    assert listed["folder"] == sweeps.cell_folder(1).name
-    assert compose_hashes(cell["command"].split()[3:]) == [cell["cell_hash"]]
+    sweeps.ends = dict(enumerate([*expected, "complete"]))
+    done = sweeps.run("-m", "seed=range(0,9)")
+    assert (done.code, done.err) == (1, "")
+    statuses = {index: status for index, (status, _) in enumerate(expected.values())} | {8: "completed"}
+    assert sweeps.statuses() == statuses
+    for index, (_, message) in enumerate(expected.values()):
+        written = sweeps.status(index).get("message", "")
+        assert message in written
+        assert written in done.out
+    assert "no memory left" in sweeps.status(4)["message"]
+    assert "cell of seed 5: die_before_status" in sweeps.status(5)["message"]
+    assert "Traceback" in (sweeps.cell_folder(7) / "log.txt").read_text()
+    table = re.findall(r"^ *\d+ +(seed=\d+) +(\w+)", done.out, re.MULTILINE)
+    assert dict(table) == {f"seed={index}": status for index, status in statuses.items()}
+    assert "3 of 9 cells are done" in done.out
 
 
-def test_a_cell_of_an_experiment_that_lists_its_sweep_can_be_run_alone(sweeps):
-    sweeps.run("experiment=batch_shapes", QUIET)
-    for index in range(3):
-        cell = json.loads((sweeps.cell_folder(index) / "cell.json").read_text())
-        assert compose_hashes(cell["command"].split()[3:]) == [cell["cell_hash"]]
+def test_cell_that_hangs_is_timed_out(sweeps):
+    sweeps.ends = {1: "hang"}
+    assert sweeps.run("-m", "seed=1", "cell_timeout_s=1").code == 1
+    assert sweeps.statuses() == {0: "timed_out"}
+    assert sweeps.status(0)["message"] == "not done after cell_timeout_s=1 seconds"
 
 
-def compose_hashes(arguments):
-    register_schema()
-    register_job_folder()
-    return [job.cell_hash for job in check_command(parse_arguments(arguments), conf_dir()).jobs]
-
-
-def test_children_that_a_cell_leaves_behind_end_with_it(sweeps):
-    sweeps.ends = {1: "leave_child"}
-    sweeps.run("-m", "seed=1,2", QUIET)
-    log = (sweeps.cell_folder(0) / "log.txt").read_text()
-    pid = int(log.split("child ")[1].split()[0])
-    assert not is_running(pid)
-    assert sweeps.statuses() == {0: "completed", 1: "completed"}
-
-
-def test_cells_in_one_process_share_it(sweeps):
-    sweeps.run("-m", "seed=1,2", "isolation=none", QUIET)
-    assert len({call["pid"] for call in sweeps.calls}) == 1
-    assert sweeps.statuses() == {0: "completed", 1: "completed"}
-
-
-def test_cell_in_the_sweeps_process_that_exits_ends_no_sweep(sweeps):
-    sweeps.ends = {1: "exit"}
-    done = sweeps.run("-m", "seed=1,2", QUIET, "isolation=none")
+@pytest.mark.parametrize(
+    ("how", "message"), [("exit", "SystemExit: 0"), ("bug", "ZeroDivisionError: a bug"), ("fail", "no rows")]
+)
+def test_cell_in_the_sweeps_process_ends_no_sweep(sweeps, how, message):
+    sweeps.ends = {1: how}
+    done = sweeps.run_here("-m", "seed=1,2")
     assert done.code == 1
     assert sweeps.statuses() == {0: "failed", 1: "completed"}
-    assert "SystemExit: 0" in sweeps.status(0)["message"]
+    assert message in sweeps.status(0)["message"]
     assert "log.txt" not in done.out  # there is none
+    assert ("Traceback" in done.err) == (how != "fail")
 
 
-def test_hydras_settings_of_a_job_reach_its_process(sweeps):
-    sweeps.run("-m", "seed=1,2", "+hydra.job.env_set.FROM_ENV_SET=given", "hydra.job.chdir=true", QUIET)
-    assert [call["variable"] for call in sweeps.calls] == ["given", "given"]
-    assert [call["cwd"] for call in sweeps.calls] == [str(sweeps.cell_folder(i)) for i in (0, 1)]
-    assert (sweeps.cell_folder(0) / ".hydra" / "overrides.yaml").exists()
+def test_sweep_without_a_run_per_cell_is_logged_as_one(sweeps, monkeypatch):
+    logged = []
+    monkeypatch.setattr(tracking, "log_sweep", lambda *given: logged.append(given) or ["W&B: it was slow"])
+    sweeps.ends = {2: "fail"}
+    done = sweeps.run_here("-m", "seed=1,2", "tracking.per_cell=false", tracking="tracking=offline")
+    ((config, name, folder, rows),) = logged
+    assert (config.mode, folder) == ("offline", sweeps.sweep_folder)
+    assert name == f"default_{folder.name}"
+    labels = [(row["label"], row["status"]) for row in rows]
+    assert sorted(labels) == [("seed=1", "completed"), ("seed=2", "failed")]
+    assert "warning: W&B: it was slow" in done.out
 
 
-def test_names_in_the_launch_folder_shadow_no_library(sweeps):
-    for name in ("random.py", "yaml.py", "psutil.py"):
-        (sweeps.folder / name).write_text("raise ImportError('the wrong one')")
-    # As an installed command is started: the launch folder is not on the path.
-    start = "import sys; sys.path.remove(''); from cbexp.cli.command_line import main; main(sys.argv[1:])"
-    done = sweeps.run("-m", "seed=1,2", QUIET, command=("-c", start))
-    assert done.code == 0, done.err
-    assert sweeps.statuses() == {0: "completed", 1: "completed"}
+@pytest.mark.parametrize(
+    ("statuses", "is_stopped", "code"),
+    [
+        (["completed", "not_applicable"], False, 0),
+        (["completed", "killed"], False, 1),
+        (["timed_out"], False, 1),
+        (["interrupted", "completed"], False, 1),
+        (["completed", "not_run"], False, 1),
+        (["completed"], True, 130),
+    ],
+)
+def test_exit_code_of_a_sweep(statuses, is_stopped, code):
+    assert choose_sweep_exit_code([CellEnd(status) for status in statuses], is_stopped) == code
 
 
-def test_texts_of_all_kinds_survive(sweeps):
-    long_tag = "x" * 3000
-    done = sweeps.run("-m", f"tracking.tags=['日本語','é ü,ö',{long_tag}]", "seed=1,2", QUIET)
-    assert done.code == 0, done.err
-    assert sweeps.calls[0]["overrides"][0].startswith("tracking.tags=['日本語',")
-    assert len(sweeps.cell_folder(0).name.encode()) <= 80
-    assert "日本語" in json.loads((sweeps.cell_folder(0) / "cell.json").read_text())["command"]
+# What a parent concludes
 
 
-def test_reader_that_goes_away_ends_no_sweep(sweeps):
-    process = sweeps.start("-m", "seed=1,2", QUIET)
-    process.stdout.close()
-    assert process.wait(timeout=60) == 0
-    assert sweeps.statuses() == {0: "completed", 1: "completed"}
+def mark(folder, status, **more):
+    folder.mkdir(parents=True, exist_ok=True)
+    write_status(folder, begin_status() | {"status": status, **more})
 
 
-def test_output_that_was_closed_from_the_start_ends_no_sweep(sweeps):
-    process = sweeps.start("-m", "seed=1,2", QUIET, stdout=None, preexec_fn=lambda: os.close(1))
-    assert process.wait(timeout=60) == 0
-    assert sweeps.statuses() == {0: "completed", 1: "completed"}
+@pytest.mark.parametrize(
+    ("written", "returncode", "reason", "expected"),
+    [
+        (None, 0, None, "failed"),
+        (None, 1, None, "failed"),
+        (None, -9, None, "killed"),
+        (None, 1, "interrupted", "interrupted"),
+        (None, -15, "timed_out", "timed_out"),
+        ("running", -9, None, "killed"),
+        ("running", 1, None, "failed"),
+        ("running", -9, "timed_out", "timed_out"),
+        ("running", -9, "interrupted", "interrupted"),
+        ("failed", 1, None, "failed"),
+        ("failed", -11, None, "failed"),
+        ("failed", 1, "interrupted", "failed"),
+        ("out_of_memory", 0, "timed_out", "out_of_memory"),
+        ("interrupted", 0, "timed_out", "timed_out"),
+        ("interrupted", 0, None, "interrupted"),
+        ("not_applicable", 0, "interrupted", "not_applicable"),
+        ("completed", -9, None, "killed"),  # there is no summary.json
+    ],
+)
+def test_end_of_a_cell_is_its_own_word_or_what_is_plain_to_see(
+    tmp_path, written, returncode, reason, expected
+):
+    tmp_path.joinpath("log.txt").write_text("first\nlast words\n\n")
+    if written:
+        mark(tmp_path, written, message="its own words", pid=2**22 + 1)
+    end = conclude_end(tmp_path, returncode, EARLIER, reason, "the reason")
+    assert end.status == expected
+    assert json.loads((tmp_path / "status.json").read_text())["status"] == expected
+    if expected == reason:
+        assert end.message == "the reason"
+    elif returncode >= 0 and written in (None, "running"):
+        assert "last words" in end.message
+    elif returncode < 0 and expected == "killed":
+        assert end.message == describe_signal(-returncode)
 
 
-def test_output_to_a_full_disk_ends_no_sweep_and_is_told_once(sweeps):
-    with open("/dev/full", "w") as full:
-        done = sweeps.run("-m", "seed=1,2", QUIET, stdout=full)
-    assert done.code == 0
-    assert done.err.splitlines() == [
-        "standard output cannot be written (No space left on device): going on without it"
-    ]
-    assert sweeps.statuses() == {0: "completed", 1: "completed"}
+@pytest.mark.parametrize(
+    "conclude",
+    [
+        lambda folder: conclude_end(folder, -11, EARLIER, "timed_out", "late"),
+        lambda folder: record_end(
+            folder, CellEnd("interrupted", "stopped between its last record and its end")
+        ),
+    ],
+)
+def test_completed_cell_stays_completed_whatever_ended_its_process(tmp_path, conclude):
+    mark(tmp_path, "completed")
+    (tmp_path / "summary.json").write_text('{"decode_tps": 12}')
+    end = conclude(tmp_path)
+    assert (end.status, end.output_tokens_per_s, end.message) == ("completed", 12.0, None)
+    assert read_end(tmp_path).status == "completed"
 
 
-def test_overrides_do_not_steer_the_terminal(sweeps):
-    long = "x" * 3000
-    done = sweeps.run("-m", f"dataset.system_prompt='\x1b[31m\nred','{long}'", QUIET)
-    assert "\x1b" not in done.out
-    assert "cell 0 of 2 starts: dataset.system_prompt='?[31m red'" in done.out
-    (start,) = [line for line in done.out.splitlines() if line.startswith("cell 1 of 2 starts")]
-    assert len(start) < 600
+@pytest.mark.parametrize("own", [None, "2026-01-02T03:04:09+00:00"])
+def test_cell_knows_best_when_it_began(tmp_path, own):
+    if own is not None:
+        mark(tmp_path, "running", started_at=own, pid=2**22 + 1)
+    conclude_end(tmp_path, -9, EARLIER, "timed_out", "late")
+    assert json.loads((tmp_path / "status.json").read_text())["started_at"] == (own or EARLIER)
+
+
+def test_last_line_of_a_log_is_its_last_words_and_short(tmp_path):
+    (tmp_path / "log.txt").write_text("loading 10%\rloading 20%\n\n")
+    assert conclude_end(tmp_path, 0, EARLIER, None, "").message.endswith("log.txt: loading 20%")
+    (tmp_path / "status.json").unlink()
+    (tmp_path / "log.txt").write_text("z" * 10_000)
+    assert len(conclude_end(tmp_path, 0, EARLIER, None, "").message) < 500
+
+
+def test_end_that_cannot_be_written_says_so(tmp_path, monkeypatch):
+    def full(folder, values):
+        raise OSError(errno.ENOSPC, "no room")
+
+    monkeypatch.setattr("cbexp.sweep.ends.write_status", full)
+    end = record_end(tmp_path, CellEnd("killed", "by a signal"))
+    assert end.message == "by a signal (and the status could not be written: no room)"
+
+
+def test_owner_of_a_status_lives_only_if_it_is_the_same_process():
+    mine = begin_status()
+    assert find_live_owner(mine) is not None
+    assert find_live_owner(mine | {"status": "completed"}) is None
+    assert find_live_owner(mine | {"pid": 2**22 + 1}) is None
+    assert find_live_owner(mine | {"host": "elsewhere"}) is not None
+    # The number of this process, at a time before it was born: it is another's now.
+    assert find_live_owner(mine | {"started_at": "2020-01-01T00:00:00+00:00"}) is None
+    assert find_live_owner({"status": "running"}) is None
+
+
+def test_zombie_is_no_owner():
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    wait_until(lambda: not is_running(process.pid))
+    assert find_live_owner(begin_status() | {"pid": process.pid}) is None
+    process.wait()

@@ -1,33 +1,28 @@
 """A sweep that was killed or interrupted goes on where it was, on the same code, and touches nothing that is done."""
 
+import dataclasses
 import json
 import os
 import shutil
 import signal
-import time
+import threading
+from pathlib import Path
 
 import pytest
 
+from cbexp.config import ExperimentConfig
+from cbexp.errors import ConfigError, ResultsError
+from cbexp.run_status import begin_status, write_status
+from cbexp.sweep.cells import Cell
+from cbexp.sweep.folder import claim_folder, find_sweep
+from cbexp.sweep.manifest import Provenance, build_manifest, find_provenance, read_manifest, write_manifest
+from cbexp.sweep.resume import list_differences, list_missing, set_aside
 from tests.sweep.conftest import is_running, wait_until
-
-QUIET = "tracking=disabled"
 
 
 def read_files(folder):
-    return {
-        path: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()
-    }
-
-
-def interrupt_at_second(sweeps, *arguments):
-    """Start a sweep of seeds 1 to 3 of which 2 hangs, and interrupt it there."""
-    sweeps.ends = {2: "hang"}
-    process = sweeps.start("-m", "seed=1,2,3", QUIET, *arguments)
-    sweeps.wait_for_call(2)
-    process.send_signal(signal.SIGINT)
-    done = sweeps.finish(process)
-    sweeps.ends = {}
-    return done
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != "sweep.json"]
+    return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 
 
 # Killed and stopped sweeps
@@ -35,17 +30,17 @@ def interrupt_at_second(sweeps, *arguments):
 
 def test_killed_sweep_takes_its_cell_with_it_and_resumes_what_is_missing(sweeps):
     sweeps.ends = {2: "hang"}
-    process = sweeps.start("-m", "seed=1,2,3", QUIET)
+    process = sweeps.start("-m", "seed=1,2,3")
     pid = sweeps.wait_for_call(2)["pid"]
     assert is_running(pid)
     process.kill()
     process.communicate()
-    wait_until(lambda: not is_running(pid), 5)
+    wait_until(lambda: not is_running(pid))
     assert sweeps.statuses() == {0: "completed", 1: "running"}
     before = read_files(sweeps.cell_folder(0))
 
     sweeps.ends = {}
-    done = sweeps.run("-m", "seed=1,2,3", QUIET, "resume=latest")
+    done = sweeps.run("-m", "seed=1,2,3", "resume=latest")
     assert done.code == 0, done.err
     assert sweeps.seeds == [1, 2, 2, 3]
     assert sweeps.statuses() == {0: "completed", 1: "completed", 2: "completed"}
@@ -57,179 +52,68 @@ def test_killed_sweep_takes_its_cell_with_it_and_resumes_what_is_missing(sweeps)
     assert done.out.count("completed ") >= 3
 
 
-def test_resuming_a_finished_sweep_runs_nothing(sweeps):
-    sweeps.run("-m", "seed=1,2", QUIET)
-    before = {
-        path: content
-        for path, content in read_files(sweeps.sweep_folder).items()
-        if path.name != "sweep.json"
-    }
-    done = sweeps.run("-m", "seed=1,2", QUIET, "resume=latest")
-    assert (done.code, sweeps.seeds) == (0, [1, 2])
-    after = {
-        path: content
-        for path, content in read_files(sweeps.sweep_folder).items()
-        if path.name != "sweep.json"
-    }
-    assert after == before
-
-
 @pytest.mark.parametrize(
     "sent", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP], ids=lambda s: s.name
 )
 def test_stopped_sweep_ends_its_cell_and_says_what_is_left(sweeps, sent):
     sweeps.ends = {2: "hang"}
-    process = sweeps.start("-m", "seed=1,2,3", QUIET)
+    process = sweeps.start("-m", "seed=1,2,3")
     pid = sweeps.wait_for_call(2)["pid"]
-    started_s = time.monotonic()
     process.send_signal(sent)
     done = sweeps.finish(process)
-    assert time.monotonic() - started_s < 10
-    assert done.code == 130
-    assert done.err == ""
+    assert (done.code, done.err) == (130, "")
     assert not is_running(pid)
     assert sweeps.statuses() == {0: "completed", 1: "interrupted"}
-    assert "1 of 3 cells are done" in done.out
-    assert "not_started" in done.out
-    assert "resume=" in done.out
+    for words in ("1 of 3 cells are done", "not_started", "resume="):
+        assert words in done.out
 
 
 def test_second_interrupt_kills_what_does_not_end(sweeps):
     sweeps.ends = {1: "ignore_signals"}
-    process = sweeps.start("-m", "seed=1,2", QUIET)
+    process = sweeps.start("-m", "seed=1,2")
     pid = sweeps.wait_for_call(1)["pid"]
     wait_until(lambda: "ignoring" in (sweeps.cell_folder(0) / "log.txt").read_text())
     process.send_signal(signal.SIGINT)
-    time.sleep(0.7)
-    assert process.poll() is None
+    while "1 running cell(s) are ending" not in process.stdout.readline():
+        assert process.poll() is None
     assert is_running(pid)
     process.send_signal(signal.SIGINT)
-    done = sweeps.finish(process)
-    assert done.code == 130
+    assert sweeps.finish(process).code == 130
     assert not is_running(pid)
-    assert sweeps.status(0)["status"] == "interrupted"
-    assert sweeps.status(0)["message"] == "stopped by Ctrl-C"
+    assert (sweeps.status(0)["status"], sweeps.status(0)["message"]) == ("interrupted", "stopped by Ctrl-C")
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=lambda s: s.name)
 def test_stop_is_heeded_while_libraries_are_imported_that_swallow_it(sweeps, sent):
     sweeps.variables = {"FAKE_STUBBORN_IMPORT": "1"}
-    process = sweeps.start("-m", "seed=1,2", QUIET)
+    process = sweeps.start("-m", "seed=1,2")
     wait_until(
         lambda: any("importing" in log.read_text() for log in sweeps.folder.glob("outputs/*/*/*/log.txt"))
     )
     process.send_signal(sent)
-    done = sweeps.finish(process, 10)
-    assert done.code == 130
+    assert sweeps.finish(process).code == 130
     assert sweeps.statuses() == {0: "interrupted"}
     assert "going on" not in (sweeps.cell_folder(0) / "log.txt").read_text()
     assert sweeps.calls == []
 
 
 def test_interrupt_of_a_sweep_in_one_process(sweeps):
-    done = interrupt_at_second(sweeps, "isolation=none")
-    assert done.code == 130
+    sweeps.ends = {2: "hang"}
+    process = sweeps.start("-m", "seed=1,2,3", "isolation=none")
+    sweeps.wait_for_call(2)
+    process.send_signal(signal.SIGINT)
+    assert sweeps.finish(process).code == 130
     assert sweeps.statuses() == {0: "completed", 1: "interrupted"}
-    assert sweeps.run("-m", "seed=1,2,3", "isolation=none", QUIET, "resume=latest").code == 0
+    sweeps.ends = {}
+    assert sweeps.run_here("-m", "seed=1,2,3", "resume=latest").code == 0
     assert sweeps.seeds == [1, 2, 2, 3]
-
-
-# What counts as missing
-
-
-def test_failures_are_run_again_and_their_records_kept(sweeps):
-    sweeps.ends = {1: "fail", 2: "not_applicable", 3: "hang"}
-    command = ["-m", "seed=1,2,3", QUIET]
-    assert sweeps.run(*command, "cell_timeout_s=2").code == 1
-    assert sweeps.statuses() == {0: "failed", 1: "not_applicable", 2: "timed_out"}
-    assert sweeps.run(*command, "cell_timeout_s=1", "resume=latest").code == 1
-    sweeps.ends = {}
-    assert sweeps.run(*command, "resume=latest").code == 0
-    assert sweeps.seeds == [1, 2, 3, 1, 3, 1, 3]
-    assert sorted(os.listdir(sweeps.cell_folder(0) / "attempts")) == ["1", "2"]
-    kept = json.loads((sweeps.cell_folder(0) / "attempts" / "2" / "status.json").read_text())
-    assert kept["message"] == "there are no rows"
-
-
-def test_cell_with_half_its_records_is_run_again(sweeps):
-    sweeps.run("-m", "seed=1,2,3", QUIET)
-    (sweeps.cell_folder(1) / "status.json").write_text('{"status": "compl')
-    (sweeps.cell_folder(2) / "summary.json").unlink()
-    assert sweeps.run("-m", "seed=1,2,3", QUIET, "resume=latest").code == 0
-    assert sweeps.seeds == [1, 2, 3, 2, 3]
-
-
-def test_cell_whose_folder_is_gone_is_run_again(sweeps):
-    sweeps.run("-m", "seed=1,2", QUIET)
-    shutil.rmtree(sweeps.cell_folder(0))
-    assert sweeps.run("-m", "seed=1,2", QUIET, "resume=latest").code == 0
-    assert sweeps.seeds == [1, 2, 1]
-
-
-def test_cells_are_known_by_what_they_do_and_not_by_order_or_outputs(sweeps):
-    sweeps.run("-m", "seed=1,2", "stats_path=s_${hydra:job.num}.json", QUIET)
-    done = sweeps.run(
-        "-m", "seed=3,2,1,4", "stats_path=s_${hydra:job.num}.json", "tracking=offline", "tracking.tags=[again]",
-        "cell_timeout_s=50", "resume=latest",
-    )  # fmt: skip
-    assert done.code == 0, done.err
-    assert sweeps.seeds == [1, 2, 3, 4]
-    assert [(cell["index"], cell["overrides"][0]) for cell in sweeps.manifest()["cells"]] == [
-        (0, "seed=1"), (1, "seed=2"), (2, "seed=3"), (3, "seed=4"),
-    ]  # fmt: skip
-    assert sorted(path.name for path in sweeps.folder.glob("s_*.json")) == [f"s_{i}.json" for i in range(4)]
-    assert [call["sweep"][1:] for call in sweeps.calls] == [[2, 0], [2, 1], [4, 2], [4, 3]]
-    assert json.loads((sweeps.cell_folder(2) / "cell.json").read_text())["overrides"][0] == "seed=3"
-
-
-def test_latest_is_the_newest_of_the_same_name(sweeps):
-    for seeds in ("1,2", "1,2,3"):
-        sweeps.run("-m", f"seed={seeds}", QUIET)
-    sweeps.run("-m", "seed=1,2", "name=other", QUIET)
-    (newest,) = [path for path in sweeps.folder.glob("outputs/default/*") if len(list(path.iterdir())) == 5]
-    done = sweeps.run("-m", "seed=1,2,3,4", QUIET, "resume=latest")
-    assert done.out.startswith(f"resuming outputs/default/{newest.name}: 1 of 4 cells to run")
-
-
-def test_latest_of_a_folder_that_is_named_is_no_sweep_beside_it(sweeps):
-    named = "hydra.sweep.dir=outputs/runs/"
-    for folder in ("A", "A", "B", "A_B"):
-        sweeps.run("-m", "seed=1,2", QUIET, f"{named}{folder}")
-    done = sweeps.run("-m", "seed=1,2,3", QUIET, f"{named}A", "resume=latest")
-    assert done.out.startswith("resuming outputs/runs/A_2: 1 of 3 cells to run")
-    done = sweeps.run("-m", "seed=1,2,3", QUIET, f"{named}C", "resume=latest")
-    assert done.code == 2
-    assert "there is no sweep in outputs/runs/C, which hydra.sweep.dir names" in done.err
-
-
-# Refusals
-
-
-def test_cells_that_a_command_does_not_have_are_counted_as_they_stand(sweeps):
-    sweeps.ends = {1: "fail"}
-    sweeps.run("-m", "seed=1,2", QUIET)
-    done = sweeps.run("-m", "seed=2,3", QUIET, "resume=latest")
-    assert done.code == 0
-    assert "2 of 3 cells are done" in done.out
-    assert "sweep.json has the command of the others" in done.out
-    sweeps.ends = {}
-    assert "3 of 3 cells are done" in sweeps.run("-m", "seed=1,3", QUIET, "resume=latest").out
-
-
-def test_new_cell_does_not_take_the_folder_of_another(sweeps):
-    sweeps.run("-m", "seed=1,2", QUIET, "hydra.sweep.subdir=at_${hydra.job.num}")
-    before = read_files(sweeps.sweep_folder)
-    done = sweeps.run("-m", "seed=2,0", QUIET, "hydra.sweep.subdir=at_${seed}", "resume=latest")
-    assert done.code == 2
-    assert "would share a folder, at_0" in done.err
-    assert read_files(sweeps.sweep_folder) == before
 
 
 def test_sweep_that_goes_on_is_left_alone(sweeps):
     sweeps.ends = {1: "hang"}
-    process = sweeps.start("-m", "seed=1,2", QUIET)
+    process = sweeps.start("-m", "seed=1,2")
     sweeps.wait_for_call(1)
-    done = sweeps.run("-m", "seed=1,2", QUIET, "resume=latest", "resume_force=true")
+    done = sweeps.run_here("-m", "seed=1,2", "resume=latest", "resume_force=true")
     assert done.code == 1
     assert "is going on in another process" in done.err
     assert sweeps.seeds == [1]
@@ -237,56 +121,223 @@ def test_sweep_that_goes_on_is_left_alone(sweeps):
     sweeps.finish(process)
 
 
+# What counts as missing
+
+
+def test_failures_are_run_again_and_their_records_kept(sweeps):
+    sweeps.ends = {1: "fail", 2: "not_applicable", 3: "out_of_memory"}
+    command = ["-m", "seed=1,2,3,4"]
+    assert sweeps.run_here(*command).code == 1
+    assert sweeps.run_here(*command, "resume=latest").code == 1
+    sweeps.ends = {}
+    assert sweeps.run_here(*command, "resume=latest").code == 0
+    assert sweeps.seeds == [1, 2, 3, 4, 1, 3, 1, 3]
+    assert sorted(os.listdir(sweeps.cell_folder(0) / "attempts")) == ["1", "2"]
+    kept = json.loads((sweeps.cell_folder(0) / "attempts" / "2" / "status.json").read_text())
+    assert kept["message"] == "there are no rows"
+    before = read_files(sweeps.sweep_folder)
+    assert sweeps.run_here(*command, "resume=latest").code == 0  # nothing is left
+    assert read_files(sweeps.sweep_folder) == before
+
+
+def test_cell_with_half_its_records_is_run_again(sweeps):
+    command = ["-m", "seed=1,2,3,4"]
+    sweeps.run_here(*command)
+    (sweeps.cell_folder(1) / "status.json").write_text('{"status": "compl')
+    (sweeps.cell_folder(2) / "summary.json").unlink()
+    shutil.rmtree(sweeps.cell_folder(3))
+    assert sweeps.run_here(*command, "resume=latest").code == 0
+    assert sweeps.seeds == [1, 2, 3, 4, 2, 3, 4]
+
+
+def test_cells_are_known_by_what_they_do_and_not_by_order_or_outputs(sweeps):
+    paths = "stats_path=s_${hydra:job.num}.json"
+    sweeps.run_here("-m", "seed=1,2", paths)
+    changed = ["tracking.tags=[again]", "cell_timeout_s=50", "resume=latest"]
+    done = sweeps.run("-m", "seed=3,2,1,4", paths, *changed)
+    assert done.code == 0, done.err
+    assert sweeps.seeds == [1, 2, 3, 4]
+    cells = [(cell["index"], cell["overrides"][0]) for cell in sweeps.manifest()["cells"]]
+    assert cells == [(0, "seed=1"), (1, "seed=2"), (2, "seed=3"), (3, "seed=4")]
+    assert sorted(path.name for path in sweeps.folder.glob("s_*.json")) == [f"s_{i}.json" for i in range(4)]
+    assert [call["sweep"][1:] for call in sweeps.calls] == [[2, 0], [2, 1], [4, 2], [4, 3]]
+    assert sweeps.cell(2)["overrides"][0] == "seed=3"
+
+
+def test_cells_that_a_command_does_not_have_are_counted_as_they_stand(sweeps):
+    sweeps.ends = {1: "fail"}
+    sweeps.run_here("-m", "seed=1,2")
+    done = sweeps.run_here("-m", "seed=2,3", "resume=latest")
+    assert done.code == 0
+    assert "2 of 3 cells are done" in done.out
+    assert "sweep.json has the command of the others" in done.out
+    sweeps.ends = {}
+    assert "3 of 3 cells are done" in sweeps.run_here("-m", "seed=1,3", "resume=latest").out
+
+
+def mark(tmp_path, status, has_summary=False):
+    cell = Cell(0, tmp_path / "0_cell", ("seed=0",), "command", ExperimentConfig(), None)
+    cell.folder.mkdir()
+    write_status(cell.folder, begin_status() | {"status": status})
+    if has_summary:
+        (cell.folder / "summary.json").write_text("{}")
+    return cell
+
+
+def test_completed_cell_is_never_set_aside(tmp_path):
+    cell = mark(tmp_path, "completed", has_summary=True)
+    with pytest.raises(ResultsError, match="never overwritten"):
+        set_aside(cell.folder)
+    assert list_missing([cell], is_forced=False) == []
+
+
+def test_running_cell_of_this_host_is_refused_even_when_forced(tmp_path):
+    cell = mark(tmp_path, "running")
+    with pytest.raises(ResultsError, match=f"process {os.getpid()}"):
+        list_missing([cell], is_forced=True)
+
+
+# Which sweep
+
+
+def test_latest_is_the_newest_of_the_same_name(sweeps):
+    for arguments in (["seed=1,2"], ["seed=1,2,3"], ["seed=1,2", "name=other"]):
+        sweeps.run_here("-m", *arguments)
+    (newest,) = [path for path in sweeps.folder.glob("outputs/default/*") if len(list(path.iterdir())) == 5]
+    done = sweeps.run_here("-m", "seed=1,2,3,4", "resume=latest")
+    assert done.out.startswith(f"resuming outputs/default/{newest.name}: 1 of 4 cells to run")
+
+
+def test_latest_of_a_folder_that_is_named_is_no_sweep_beside_it(sweeps):
+    named = "hydra.sweep.dir=outputs/runs/"
+    for folder in ("A", "A", "B", "A_B"):
+        sweeps.run_here("-m", "seed=1,2", f"{named}{folder}")
+    done = sweeps.run_here("-m", "seed=1,2,3", f"{named}A", "resume=latest")
+    assert done.out.startswith("resuming outputs/runs/A_2: 1 of 3 cells to run")
+    done = sweeps.run_here("-m", "seed=1,2,3", f"{named}C", "resume=latest")
+    assert done.code == 2
+    assert "there is no sweep in outputs/runs/C, which hydra.sweep.dir names" in done.err
+
+
+def test_damaged_sweep_does_not_let_an_older_one_pass_for_the_latest(tmp_path):
+    for name, content in (("a", '{"created_at": "2020-01-01T00:00:00+00:00"}'), ("b", "{")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "sweep.json").write_text(content)
+    assert find_sweep("latest", tmp_path) == tmp_path / "b"
+
+
+def test_folder_is_claimed_once_however_many_ask(tmp_path):
+    claimed = []
+    threads = [
+        threading.Thread(target=lambda: claimed.append(claim_folder(tmp_path / "deep" / "sweep")))
+        for _ in range(20)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(claimed)) == 20
+
+
+@pytest.mark.parametrize(
+    ("path", "error"), [(".", ConfigError), ("..", ConfigError), ("/", ConfigError), ("file/x", ResultsError)]
+)
+def test_folder_that_a_sweep_cannot_have_for_itself_is_refused(tmp_path, monkeypatch, path, error):
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    with pytest.raises(error, match=r"hydra\.sweep\.dir"):
+        claim_folder(Path(path))
+
+
+# Refusals
+
+
+CELL = {"index": 0, "cell_hash": "a", "folder": "a", "overrides": [], "command": ""}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "",
+        "{",
+        "[]",
+        '{"format": 2}',
+        {"commit": 1},
+        {"versions": None},
+        {"resumed": None},
+        {"argv": 3},
+        {"name": 3},
+        {"cells": [{}]},
+        {"cells": [CELL | {"index": None}]},
+        {"cells": [CELL | {"cell_hash": []}]},
+        {"cells": [CELL | {"folder": None}]},
+    ],
+    ids=str,
+)
+def test_damaged_manifest_is_one_message(tmp_path, damage):
+    write_manifest(tmp_path, build_manifest("name", ["-m"], [], tmp_path, find_provenance()))
+    path = tmp_path / "sweep.json"
+    assert read_manifest(tmp_path).name == "name"
+    values = json.loads(path.read_text())
+    path.write_text(damage if isinstance(damage, str) else json.dumps(values | damage))
+    with pytest.raises(ConfigError, match=r"sweep\.json is damaged"):
+        read_manifest(tmp_path)
+
+
+def test_new_cell_does_not_take_the_folder_of_another(sweeps):
+    sweeps.run_here("-m", "seed=1,2", "hydra.sweep.subdir=at_${hydra.job.num}")
+    before = read_files(sweeps.sweep_folder)
+    done = sweeps.run_here("-m", "seed=2,0", "hydra.sweep.subdir=at_${seed}", "resume=latest")
+    assert done.code == 2
+    assert "would share a folder, at_0" in done.err
+    assert read_files(sweeps.sweep_folder) == before
+
+
 def test_cell_that_may_run_on_another_host_is_left_alone_unless_forced(sweeps):
-    interrupt_at_second(sweeps)
+    command = ["-m", "seed=1,2", "resume=latest"]
+    sweeps.run_here(*command[:2])
     status = sweeps.status(1) | {"status": "running", "host": "elsewhere"}
     (sweeps.cell_folder(1) / "status.json").write_text(json.dumps(status))
-    done = sweeps.run("-m", "seed=1,2,3", QUIET, "resume=latest")
+    done = sweeps.run_here(*command)
     assert done.code == 1
     assert "cell 1 is still running" in done.err
     assert "on elsewhere" in done.err
     assert sweeps.seeds == [1, 2]
-    assert sweeps.run("-m", "seed=1,2,3", QUIET, "resume=latest", "resume_force=true").code == 0
-    assert sweeps.seeds == [1, 2, 2, 3]
+    assert sweeps.run_here(*command, "resume_force=true").code == 0
+    assert sweeps.seeds == [1, 2, 2]
 
 
 def test_other_code_is_refused_unless_forced_and_then_noted(sweeps):
-    interrupt_at_second(sweeps)
+    sweeps.run_here("-m", "seed=1,2")
     manifest = sweeps.manifest()
     manifest["versions"]["torch"] = "1.0"
     (sweeps.sweep_folder / "sweep.json").write_text(json.dumps(manifest))
-    done = sweeps.run("-m", "seed=1,2,3", QUIET, "resume=latest")
+    command = ["-m", "seed=1,2,3", "resume=latest"]
+    done = sweeps.run_here(*command)
     assert done.code == 2
     assert "torch 1.0 (now 2" in done.err
     assert "resume_force=true" in done.err
     assert sweeps.seeds == [1, 2]
-    assert sweeps.run("-m", "seed=1,2,3", QUIET, "resume=latest", "resume_force=true").code == 0
+    assert sweeps.run_here(*command, "resume_force=true").code == 0
     assert len(sweeps.manifest()["resumed"]) == 1
     assert sweeps.manifest()["versions"]["torch"] == "1.0"
 
 
+def test_every_difference_of_code_is_named():
+    current = find_provenance()
+    assert list(list_differences(current, current)) == []
+    begun = Provenance("0123456789abcdef", False, "0123", current.versions | {"torch": "1.0", "gone": "2"})
+    now_without = dataclasses.replace(current, commit=None, changes_hash=None)
+    commit, changes, torch, gone = list_differences(begun, now_without)
+    assert commit == "commit 0123456789ab (now unknown)"
+    assert changes == "other uncommitted changes than there are now"
+    assert torch.startswith("torch 1.0 (now 2")
+    assert gone == "gone 2 (now not installed)"
+
+
 def test_another_commands_sweep_is_refused(sweeps):
-    sweeps.run("-m", "seed=1,2", QUIET)
-    done = sweeps.run("-m", "seed=3,4", QUIET, "resume=latest")
+    sweeps.run_here("-m", "seed=1,2")
+    done = sweeps.run_here("-m", "seed=3,4", "resume=latest")
     assert done.code == 2
     assert "none of this command's cells" in done.err
     assert "python -m cbexp -m seed=1,2 tracking=disabled" in done.err
-
-
-# Two at once
-
-
-def test_sweeps_of_the_same_instant_have_folders_of_their_own(sweeps):
-    processes = [sweeps.start("-m", "seed=1,2", QUIET, "hydra.sweep.dir=outputs/x/same") for _ in range(3)]
-    assert [sweeps.finish(process).code for process in processes] == [0, 0, 0]
-    folders = sorted(path.name for path in sweeps.folder.glob("outputs/x/*"))
-    assert folders == ["same", "same_2", "same_3"]
-    assert len(list(sweeps.folder.glob("outputs/x/*/*/summary.json"))) == 6
-
-
-def test_resuming_twice_at_once_runs_each_cell_once(sweeps):
-    interrupt_at_second(sweeps)
-    sweeps.ends = {2: "slow"}
-    processes = [sweeps.start("-m", "seed=1,2,3", QUIET, "resume=latest") for _ in range(2)]
-    assert sorted(sweeps.finish(process).code for process in processes) == [0, 1]
-    assert sorted(sweeps.seeds) == [1, 2, 2, 3]

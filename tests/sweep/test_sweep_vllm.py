@@ -9,7 +9,7 @@ def test_killed_sweep_takes_the_workers_of_its_cells_with_it(sweeps):
     sweeps.fake_path = None
     sweeps.variables = {"OMP_NUM_THREADS": "1"}
     settings = ["experiment=smoke", "driver=vllm", f"driver.python={wrapper}", "model.device=cpu"]
-    sweep = sweeps.start("-m", "seed=1,2", *settings, "compile.cache_dir=null", "tracking=disabled")
+    sweep = sweeps.start("-m", "seed=1,2", *settings, "compile.cache_dir=null")
     wait_until(pids.exists)
     sweep.kill()
     wait_until_gone(read_pids(pids))

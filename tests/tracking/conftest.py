@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 import wandb
 
-from tests.tracking.wandb_fixtures import KEY, FakeServer
+from tests.tracking.wandb_fixtures import KEY, FakeServer, clean_machine
 
 
 @pytest.fixture(autouse=True)
-def machine_without_credentials(tmp_path, monkeypatch):
-    for name in [name for name in os.environ if name.startswith("WANDB_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.delenv("NETRC", raising=False)
-    for name in ("HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
-        folder = tmp_path / name
-        folder.mkdir()
-        monkeypatch.setenv(name, str(folder))
-    yield
-    wandb.teardown()
+def machine_without_credentials(tmp_path):
+    with clean_machine(tmp_path):
+        yield
 
 
 @pytest.fixture

@@ -19,12 +19,11 @@ from cbexp.cli.composer import parse_arguments, register_job_folder
 from cbexp.cli.preflight import check_command
 from cbexp.config import ExperimentConfig, TrackingConfig, register_schema
 from cbexp.tracking import OBJECTIVE
-from tests.tracking.wandb_fixtures import PROJECT, read_back
+from tests.tracking.wandb_fixtures import PROJECT, REPOSITORY, read_back
 
-REPOSITORY = Path(__file__).parents[2]
 SWEEP = yaml.safe_load((REPOSITORY / "scripts" / "wandb_sweep.yaml").read_text())
 VALUES = {name: parameter["values"] for name, parameter in SWEEP["parameters"].items()}
-NUM_SAMPLES = 8
+NUM_SAMPLES = 4
 
 
 def each_value() -> list[dict]:
@@ -111,21 +110,7 @@ def shrink(words: list[str], *overrides: str) -> list[str]:
     return [word for word in words if word.split("=")[0] not in replaced] + [*SMALL, *overrides]
 
 
-def run_as_agent(agent, tmp_path: Path, *overrides: str) -> tuple[int, Path]:
-    """Run what an agent starts, in the environment that it gives; returns the exit code and the run's folder."""
-    command, environment = agent(
-        {"compile.mode": "eager", "compile.fusion": "none", "cache.num_tokens": 4096}
-    )
-    words = shrink(command[3:], "tracking=offline", *overrides)
-    environment = {name: value for name, value in environment.items() if value} | {
-        "PYTHONPATH": str(REPOSITORY)
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", *words], cwd=tmp_path, env=environment, capture_output=True, timeout=120
-    )
-    return done.returncode, tmp_path / "run"
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "exit_code"),
     [
@@ -134,9 +119,15 @@ def run_as_agent(agent, tmp_path: Path, *overrides: str) -> tuple[int, Path]:
     ],
 )
 def test_what_is_over_the_limit_or_does_not_fit_is_worth_nothing(agent, tmp_path, override, exit_code):
-    code, run_dir = run_as_agent(agent, tmp_path, override)
-    assert code == exit_code
-    found = read_back(run_dir)
+    settings = {"compile.mode": "eager", "compile.fusion": "none", "cache.num_tokens": 4096}
+    command, environment = agent(settings)
+    words = shrink(command[3:], "tracking=offline", override)
+    environment = {name: value for name, value in environment.items() if value} | {
+        "PYTHONPATH": str(REPOSITORY)
+    }
+    done = subprocess.run([sys.executable, "-m", *words], cwd=tmp_path, env=environment, capture_output=True)
+    assert done.returncode == exit_code, done.stderr
+    found = read_back(tmp_path / "run")
     assert (found.run.run_id, found.run.sweep_id) == ("agentrun", "sweep7")
     assert [row["objective"] for row in found.history if "objective" in row] == [0.0]
     assert found.summary["objective"] == 0.0
@@ -175,6 +166,7 @@ def beat(server, _variables: dict) -> dict:
     return {"agentHeartbeat": {"agent": {"id": "agent"}, "commands": json.dumps(commands)}}
 
 
+@pytest.mark.slow
 def test_sweep_and_agent_of_wandb_run_a_job_whose_objective_arrives(server, tmp_path):
     server.commands = []
     server.answers |= {
@@ -186,7 +178,7 @@ def test_sweep_and_agent_of_wandb_run_a_job_whose_objective_arrives(server, tmp_
     bin_folder = Path(sys.executable).parent
     path = f"{bin_folder}{os.pathsep}{os.environ['PATH']}"
     options = {"cwd": tmp_path, "env": os.environ | {"PATH": path, "PYTHONPATH": str(REPOSITORY)}}
-    options |= {"capture_output": True, "text": True, "timeout": 120, "check": True}
+    options |= {"capture_output": True, "text": True, "timeout": 600, "check": True}
     file = REPOSITORY / "scripts" / "wandb_sweep.yaml"
     made = subprocess.run(
         [bin_folder / "wandb", "sweep", "--project", "cbexp", "-e", "team", file], **options

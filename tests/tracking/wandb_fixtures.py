@@ -4,22 +4,56 @@ from __future__ import annotations
 
 import http.server
 import json
+import os
 import struct
+import subprocess
+import sys
+import textwrap
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 import wandb
 from wandb.proto import wandb_internal_pb2
 
 from cbexp import metrics
 from cbexp.config import TrackingConfig
+from cbexp.engine import StepInfo
 from cbexp.metrics import RoundRecord
 from cbexp.tracking import Tracker, start_tracking
 
+REPOSITORY = Path(__file__).parents[2]
 KEY = "k" * 40
-DEAD_SERVER = "http://127.0.0.1:9"
+
+
+@contextmanager
+def clean_machine(folder: Path) -> Iterator[pytest.MonkeyPatch]:
+    """No credentials, no settings of wandb, its folders in `folder`; nothing of it is left running."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("WANDB_")]:
+            patch.delenv(name)
+        patch.delenv("NETRC", raising=False)
+        for name in ("HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
+            (folder / name).mkdir()
+            patch.setenv(name, str(folder / name))
+        yield patch
+        wandb.teardown()
+
+
+def lose_server(patch: pytest.MonkeyPatch) -> None:
+    """Credentials for a server that does not answer."""
+    patch.setenv("WANDB_API_KEY", KEY)
+    patch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    patch.setenv("WANDB_INIT_TIMEOUT", "1")
+    wandb.teardown()
+
+
+def run_script(script: str, *arguments: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=True, cwd=REPOSITORY)
 
 
 def a_round(index: int, is_warmup: bool = False) -> RoundRecord:
@@ -27,8 +61,8 @@ def a_round(index: int, is_warmup: bool = False) -> RoundRecord:
     return metrics.summarize_round(index, is_warmup, 0.0, 1.0 + index / 7, requests, [], None)
 
 
-def a_step(kind: str = "decode", num_steps: int = 1, duration_s: float = 1.0) -> metrics.StepRecord:
-    return metrics.StepRecord(0, 0, kind, num_steps, 1, num_steps, 0, None, 0.0, duration_s, 0, 0, 0.5)
+def a_step(kind: str = "decode", num_steps: int = 1, duration_s: float = 1.0) -> StepInfo:
+    return StepInfo(kind, num_steps, 1, num_steps, 0, None, 0.0, duration_s, 0, 0, 0.5)
 
 
 def a_summary(**values: object) -> dict:
@@ -67,6 +101,8 @@ def iterate_records(path: Path) -> Iterator[wandb_internal_pb2.Record]:
         _, size, kind = struct.unpack("<IHB", data[position : position + 7])
         record += data[position + 7 : position + 7 + size]
         position += 7 + size
+        if position > len(data):  # still being written
+            return
         if kind in (1, 4):  # a whole record, or the last part of one
             yield wandb_internal_pb2.Record.FromString(record)
             record = b""
@@ -74,6 +110,10 @@ def iterate_records(path: Path) -> Iterator[wandb_internal_pb2.Record]:
 
 def read_back(run_dir: Path, folder: str = "offline-run-*") -> ReadBack:
     wandb.teardown()  # wandb's own process writes the last records after finish() has returned
+    return read_so_far(run_dir, folder)
+
+
+def read_so_far(run_dir: Path, folder: str = "offline-run-*") -> ReadBack:
     (path,) = run_dir.glob(f"wandb/{folder}/*.wandb")
     found = ReadBack()
     for record in iterate_records(path):
@@ -194,9 +234,9 @@ def _resume_status(server: FakeServer, variables: dict) -> dict:
     bucket = {
         "id": "x",
         "name": variables["name"],
-        "summaryMetrics": "{}",
         "displayName": "n",
         "config": "{}",
+        "summaryMetrics": "{}",
     }
     bucket |= {"logLineCount": 0, "eventsLineCount": 0, "historyLineCount": len(lines), "tags": []}
     bucket |= {"historyTail": json.dumps(lines[-1:]), "eventsTail": "[]", "wandbConfig": '{"t": 1}'}
@@ -210,15 +250,8 @@ def _create_artifact(server: FakeServer, variables: dict) -> dict:
 
 
 def _viewer(_server: FakeServer, _variables: dict) -> dict:
-    viewer = {
-        "id": "v",
-        "entity": "team",
-        "username": "u",
-        "email": "",
-        "flags": "{}",
-        "teams": {"edges": []},
-    }
-    return {"viewer": viewer}
+    viewer = {"id": "v", "entity": "team", "username": "u", "email": "", "flags": "{}"}
+    return {"viewer": viewer | {"teams": {"edges": []}}}
 
 
 ANSWERS = {

@@ -1,4 +1,4 @@
-"""A model as vLLM reads it: the folder of its real weights, or one that has only the config.json of random ones."""
+"""A model's folder for vLLM: that of its weights, or one with only a config.json for random weights."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from cbexp.hub import explained_loading
 from cbexp.model.architecture import causal_model_class, model_source
 
 NAME_LENGTH = 16
-# Of a repository on the hub: no weights in other formats than the first one that it has.
+# What is fetched from the hub: of the weights, only the first of these formats that there is.
 CODE_AND_CONFIG = ("*.json", "*.py", "*.txt", "*.model")
 WEIGHT_FORMATS = ("*.safetensors", "*.bin")
 
 
 def find_model_folder(config: ModelConfig) -> Path:
-    """Return the folder of a pretrained model, fetched from the hub where it is not here.
+    """Return the folder of a pretrained model, fetched from the hub if it is not on this machine.
 
     Raises:
-        ModelError: there is no such model, or it cannot be reached.
+        ModelError: there is no such model, or the hub cannot be reached.
     """
     source = model_source(config)
     if source.is_local:
@@ -46,7 +46,7 @@ def write_config_folder(
 ) -> Path:
     """Return a folder in `parent` with the config.json of a model with random weights.
 
-    Its name is a digest of its content: vLLM keeps compiled code by the folder's path.
+    Its name is a digest of its content, since vLLM keeps compiled code by the folder's path.
 
     Raises:
         ConfigError: it cannot be written.
@@ -66,7 +66,7 @@ def write_config_folder(
 def describe_for_vllm(
     config: ModelConfig, architecture: PreTrainedConfig, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Return the content of config.json, rotary settings in the form that all versions of transformers read."""
+    """Return the content of config.json, with rotary settings in a form that all transformers versions read."""
     values: dict[str, Any] = dict(config.architecture)
     rotary = dict(values.pop("rope_parameters", None) or {})
     theta = rotary.pop("rope_theta", None)

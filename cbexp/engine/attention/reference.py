@@ -94,7 +94,7 @@ def _write_new_token(
     slots = positions.clamp(min=0)
     slots = slots % window if window else slots
     # An inactive row repeats the first active row's write, since its own pages may be another request's by now.
-    rows = torch.arange(len(positions), device=positions.device)
+    rows = torch.arange(positions.shape[0], device=positions.device)  # not len(): it would bind a shape
     writer = torch.where(is_active, rows, is_active.int().argmax())
     slots = slots[writer]
     page_size = pages.shape[1]

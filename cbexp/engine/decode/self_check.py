@@ -166,7 +166,7 @@ class _Check:
         self._require_kept_slots("the step")
         tokens, best_logits = self._cut.outputs[0].long(), self._cut.best_logits.clone()
         cache = self.rows.read_new()
-        self._require_advanced(tokens, best_logits)
+        self._require_advanced(tokens)
         return tokens[self._is_active], best_logits[self._is_active], cache
 
     def require_known(self, tokens: Tensor, *, vocab_size: int) -> None:
@@ -200,11 +200,13 @@ class _Check:
         if layer is not None:
             raise self._failure(f"{name} changed keys or values in layer {layer} that were not its to write")
 
-    def _require_advanced(self, tokens: Tensor, best_logits: Tensor) -> None:
-        """The rows' state after the step is what plain `advance` makes of its tokens."""
+    def _require_advanced(self, tokens: Tensor) -> None:
+        """The rows' state, but for the logits left behind, is what plain `advance` makes of the step's tokens."""
+        no_logits = torch.zeros_like(self._cut.best_logits)
+        self._cut.best_logits.copy_(no_logits)  # those of inactive rows may be NaN, which equals nothing
         after = [tensor.clone() for tensor in self._cut.state()]
         self.rows.reset()
-        advance(self._cut, tokens.clamp(min=0), best_logits)
+        advance(self._cut, tokens.clamp(min=0), no_logits)
         if not all(map(torch.equal, after, self._cut.state())):
             raise self._failure("the rows did not advance as their tokens say")
 

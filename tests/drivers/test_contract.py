@@ -1,0 +1,124 @@
+"""What a caller may rely on from either driver: checked requests, ids, times, errors, a model given back as it was."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from cbexp.engine import EngineError, RolloutDriver, UnsupportedModelError, UnsupportedTransformersError
+
+
+def random_states():
+    return random.getstate(), torch.random.get_rng_state().tolist()
+
+
+def test_ids_go_on_over_rounds_and_nothing_queued_gives_nothing(make_driver, qwen3, prompts):
+    driver: RolloutDriver = make_driver(qwen3, max_new_tokens=1)
+    assert driver.drive_until_empty() == {}
+    first = driver.add_requests(prompts[:2], num_generations=2)
+    second = driver.add_requests(prompts[2:3])
+    assert [*first, *second] == [f"req_{i}" for i in range(5)]
+    assert list(driver.drive_until_empty()) == [*first, *second]
+    assert driver.add_requests(prompts[:1]) == ["req_5"]
+
+
+def test_what_cannot_be_served_is_refused_and_nothing_is_queued(make_driver, qwen3):
+    driver = make_driver(qwen3)
+    for bad, message in (([[1], [97]], "is 97"), ([[1] * 121], "exceed the model's 128 positions")):
+        with pytest.raises(ValueError, match=message):
+            driver.add_requests(bad)
+    assert driver.drive_until_empty() == {}
+
+
+def test_manager_refuses_what_its_cache_can_never_hold(make_manager, qwen3):
+    driver = make_manager(qwen3, num_blocks=2)
+    with pytest.raises(ValueError, match=r"30 prompt \+ 4 new tokens = 34 can never fit .* 32 tokens"):
+        driver.add_requests([[1] * 30], max_new_tokens=4)
+    driver.add_requests([[1] * 29], max_new_tokens=4)  # the last token is never stored
+    (completion,) = driver.drive_until_empty().values()
+    assert len(completion) == 4
+
+
+def test_times_are_known_and_in_order(make_driver, qwen3, prompts):
+    driver = make_driver(qwen3, max_requests_per_batch=2)
+    driver.add_requests(prompts, num_generations=2)
+    for completion in driver.drive_until_empty().values():
+        times = completion.timings
+        known = [times.submitted_s, times.scheduled_s, times.first_token_s, times.finished_s]
+        assert None not in known
+        assert known == sorted(known)
+        assert times.first_token_s < times.finished_s
+
+
+def test_model_and_random_state_come_back_as_they_were(make_driver, qwen3, prompts):
+    qwen3.set_attn_implementation("eager")
+    qwen3.train()
+    qwen3.model.layers[0].eval()
+    modes = [module.training for module in qwen3.modules()]
+    own_config, content = qwen3.generation_config, copy.deepcopy(qwen3.generation_config.to_dict())
+    forward, before = qwen3.forward, random_states()
+
+    def check():
+        assert [module.training for module in qwen3.modules()] == modes
+        assert qwen3.config._attn_implementation == "eager"
+        assert qwen3.generation_config is own_config
+        assert qwen3.generation_config.to_dict() == content
+        assert qwen3.forward == forward
+        assert not qwen3._forward_pre_hooks
+        assert random_states() == before
+
+    driver = make_driver(qwen3, eos_token_id=5)
+    for use in (lambda: None, driver.warmup, lambda: driver.add_requests(prompts), driver.drive_until_empty):
+        use()
+        check()
+    driver.close()
+    check()
+
+
+def test_nothing_of_the_models_generation_config_leaks_in(make_driver, qwen3, prompts, generate_alone):
+    expected = [generate_alone(qwen3, prompt, 8) for prompt in prompts]
+    own = qwen3.generation_config
+    own.repetition_penalty, own.no_repeat_ngram_size = 5.0, 1
+    own.suppress_tokens, own.eos_token_id, own.max_length = [expected[0][0]], [expected[1][1]], 5
+    own.do_sample, own.temperature, own.num_return_sequences = True, 0.5, 3
+    driver = make_driver(qwen3)
+    driver.add_requests(prompts)
+    assert [c.completion_ids for c in driver.drive_until_empty().values()] == expected
+
+
+def test_a_closed_driver_says_so(make_driver, qwen3):
+    with make_driver(qwen3) as driver:
+        driver.add_requests([[1]])
+    driver.close()
+    for use in (driver.warmup, driver.drive_until_empty, lambda: driver.add_requests([[1]])):
+        with pytest.raises(EngineError, match="closed"):
+            use()
+    assert driver.resolved["device"] == "cpu"
+
+
+def test_resolved_settings_are_plain_json(make_driver, qwen3):
+    driver = make_driver(qwen3, eos_token_id=(3, 4))
+    for _ in range(2):
+        resolved = json.loads(json.dumps(driver.resolved))
+        assert (resolved["compile_mode"], resolved["attn_implementation"]) == ("eager", "sdpa")
+        assert (resolved["eos_token_ids"], resolved["dtype"]) == ([3, 4], "float32")
+        driver.warmup()
+
+
+def test_unusable_settings_and_models_are_refused(make_driver, qwen3, monkeypatch):
+    with pytest.raises(EngineError, match=r"compile\.mode=fastest does not work with driver="):
+        make_driver(qwen3, compile_mode="fastest")
+    with pytest.raises(ValueError, match=r"pad_token_id 97 .* is not a token id of this model"):
+        make_driver(qwen3, pad_token_id=97)
+    gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=97))
+    gpt2.config.is_encoder_decoder = True
+    with pytest.raises(UnsupportedModelError, match="GPT2LMHeadModel"):
+        make_driver(gpt2)
+    monkeypatch.setattr("transformers.__version__", "4.57.1")
+    with pytest.raises(UnsupportedTransformersError, match=r"4\.57\.1"):
+        make_driver(qwen3)

@@ -1,0 +1,185 @@
+"""Errors and interrupts: they reach the caller, what was done is kept, and the next round works."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+from cbexp.engine.types import CacheMemoryError, EngineError
+
+LONG = 100
+
+
+@contextmanager
+def failing_forward(model, after, error):
+    """The model's forward raises `error` once it has run `after` times."""
+    calls = iter(range(after))
+
+    def fail(module, args):
+        if next(calls, None) is None:
+            raise error
+
+    hook = model.model.register_forward_pre_hook(fail)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def slow_forward(model, seconds):
+    hook = model.model.register_forward_pre_hook(lambda module, args: time.sleep(seconds))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def drive(driver, prompts, **kwargs):
+    driver.add_requests(prompts, **kwargs)
+    return [completion.completion_ids for completion in driver.drive_until_empty().values()]
+
+
+def test_an_error_on_the_way_reaches_the_caller_and_keeps_what_was_done(
+    make_driver, qwen3, prompts, generate_alone
+):
+    expected = [generate_alone(qwen3, prompt, 8) for prompt in prompts]
+    driver = make_driver(qwen3)
+    ids = driver.add_requests(prompts, max_new_tokens=[2, 8, 8, 8, 8, 8])
+    with (
+        failing_forward(qwen3, after=4, error=RuntimeError("the card is on fire")),
+        pytest.raises(RuntimeError, match="the card is on fire"),
+    ):
+        driver.drive_until_empty()
+    partial = driver.partial_completions
+    assert list(partial) == ids
+    assert partial[ids[0]].finish_reason == "length"
+    assert partial[ids[0]].completion_ids == expected[0][:2]
+    for request_id, tokens in zip(ids[1:], expected[1:], strict=True):
+        assert partial[request_id].finish_reason == "failed"
+        assert "the card is on fire" in partial[request_id].error
+        seen = partial[request_id].completion_ids
+        assert 3 <= len(seen) <= 4
+        assert seen == tokens[: len(seen)]
+    assert drive(driver, prompts) == expected
+    assert driver.partial_completions == {}
+
+
+def test_an_error_of_upstreams_thread_is_an_engine_error(make_manager, qwen3):
+    driver = make_manager(qwen3)
+    driver.add_requests([[1, 2]])
+    with (
+        failing_forward(qwen3, after=0, error=ValueError("bad shape")),
+        pytest.raises(EngineError, match="thread died: bad shape") as caught,
+    ):
+        driver.drive_until_empty()
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert qwen3.config._attn_implementation == "sdpa"
+
+
+def test_ctrl_c_stops_a_round(make_driver, qwen3, prompts, generate_alone):
+    driver = make_driver(qwen3)
+    driver.warmup()
+    driver.add_requests(prompts[:2], max_new_tokens=[1, LONG])
+    num_threads = threading.active_count()
+    timer = threading.Timer(0.4, os.kill, [os.getpid(), signal.SIGINT])
+    timer.start()
+    with slow_forward(qwen3, 0.05), pytest.raises(KeyboardInterrupt):
+        driver.drive_until_empty()
+    timer.join()
+    assert threading.active_count() <= num_threads
+    done, cut = driver.partial_completions.values()
+    assert done.finish_reason == "length"
+    assert (cut.finish_reason, cut.error) == ("failed", "KeyboardInterrupt: ")
+    assert 0 < len(cut) < LONG
+    assert cut.completion_ids == generate_alone(qwen3, prompts[1], len(cut))
+    assert drive(driver, prompts[:1]) == [generate_alone(qwen3, prompts[0], 8)]
+
+
+def test_a_request_that_upstream_fails_is_failed_and_the_others_are_not(
+    make_manager, qwen3, prompts, generate_alone, monkeypatch
+):
+    driver = make_manager(qwen3)
+    driver.warmup()
+    scheduler = driver._session._processor.scheduler
+    add = scheduler.add_waiting_request
+
+    def refuse_one(state):
+        if state.request_id == "req_1":
+            raise RuntimeError("no room for req_1")
+        add(state)
+
+    monkeypatch.setattr(scheduler, "add_waiting_request", refuse_one)
+    driver.add_requests(prompts[:3])
+    first, failed, last = driver.drive_until_empty().values()
+    assert (failed.finish_reason, failed.completion_ids, failed.error) == ("failed", (), "no room for req_1")
+    assert failed.timings.first_token_s is None
+    assert first.completion_ids == generate_alone(qwen3, prompts[0], 8)
+    assert last.completion_ids == generate_alone(qwen3, prompts[2], 8)
+
+
+def test_a_request_that_upstream_loses_is_failed(make_manager, qwen3, prompts):
+    driver = make_manager(qwen3)
+    driver.warmup()
+    manager = driver._session._manager
+    driver.add_requests(prompts[:2], max_new_tokens=[4, LONG])
+    timer = threading.Timer(0.1, manager.cancel_request, args=["req_1"])
+    with slow_forward(qwen3, 0.02):
+        timer.start()
+        kept, lost = driver.drive_until_empty().values()
+    timer.join()
+    assert kept.finish_reason == "length"
+    assert (lost.finish_reason, lost.error) == ("failed", "transformers lost the request")
+
+
+def test_a_manager_that_somebody_stops_is_noticed_and_replaced(make_manager, qwen3, prompts, generate_alone):
+    driver = make_manager(qwen3)
+    expected = drive(driver, prompts)
+    driver.add_requests(prompts)
+    driver._session._manager.background_thread_status.request_stop(2, global_rank=0)
+    with pytest.raises(EngineError, match="stopped from outside"):
+        driver.drive_until_empty()
+    assert drive(driver, prompts) == expected
+
+
+def test_a_cache_that_does_not_fit_says_what_to_lower(make_manager, qwen3):
+    driver = make_manager(qwen3, num_blocks=10**10)
+    with pytest.raises(CacheMemoryError, match=r"10000000000 blocks of 16 tokens.*lower num_blocks"):
+        driver.warmup()
+    assert qwen3.config._attn_implementation == "sdpa"
+
+
+def test_a_manager_kept_on_the_model_by_others_is_not_taken_over(make_manager, qwen3):
+    small = ContinuousBatchingConfig(
+        page_size=16, num_blocks=4, max_batch_tokens=16, max_requests_per_batch=1
+    )
+    qwen3.generate_batch(
+        [[1, 2]], max_new_tokens=1, persistent_manager=True, continuous_batching_config=small
+    )
+    with pytest.raises(EngineError, match="destroy_cached_continuous_batching_manager"):
+        make_manager(qwen3)
+    qwen3.destroy_cached_continuous_batching_manager()
+
+
+def test_a_driver_is_not_entered_twice(make_driver, qwen3):
+    driver = make_driver(qwen3)
+    driver.add_requests([[1, 2]])
+    refused = []
+
+    def use_inside(module, args):
+        for use in (driver.close, driver.drive_until_empty, lambda: driver.add_requests([[1]])):
+            try:
+                use()
+            except EngineError as error:
+                refused.append("inside a drive" in str(error))
+
+    hook = qwen3.model.register_forward_pre_hook(use_inside)
+    driver.drive_until_empty()
+    hook.remove()
+    assert refused == [True] * 3 * 8

@@ -1,0 +1,128 @@
+"""What each driver can do, and which settings it therefore does not read."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+
+import pytest
+
+from cbexp.config import (
+    CacheConfig,
+    CompileConfig,
+    DriverConfig,
+    ExperimentConfig,
+    SamplingConfig,
+    find_idle_settings,
+)
+from cbexp.drivers.registry import DRIVERS
+from cbexp.drivers.vllm.settings import COMPILE_ARGUMENTS
+from cbexp.engine.types import COMPILE_MODES, EngineError
+
+DECODE = {
+    "fusion": "projections",
+    "batch_shape": "full",
+    "buckets": [1, 8],
+    "max_burst": 9,
+    "self_check": False,
+}
+WORKER = {"python": "p", "pythonpath": "d", "start_timeout_s": 9.0, "request_times": True}
+CACHE = {"num_tokens": 4096, "page_size": 16, "scheduler": "prefill_first", "max_batch_tokens": 4096}
+
+
+def test_a_driver_has_a_module_modes_and_a_name_of_its_own():
+    for name, kind in DRIVERS.items():
+        assert kind.name == name
+        assert callable(importlib.import_module(kind.module).build)
+        assert set(kind.compile_modes) <= set(COMPILE_MODES)
+        for device_type in ("cpu", "cuda"):
+            for attention in ("cbexp", "sdpa", "flash_attention_3", "vllm"):
+                assert kind.auto_mode(device_type, attention) in kind.compile_modes
+    assert set(COMPILE_ARGUMENTS) == set(DRIVERS["vllm"].compile_modes)
+
+
+@pytest.mark.parametrize(
+    ("driver", "device_type", "attention", "expected"),
+    [
+        ("sync", "cpu", "cbexp", "eager"),
+        ("sync", "cuda", "cbexp", "cuda_graph"),
+        ("sync", "cuda", "flash_attention_2", "eager"),
+        ("manager", "cuda", "flash_attention_3", "cuda_graph"),
+        ("manager", "cuda", "sdpa", "eager"),
+        ("manager", "cpu", "sdpa", "eager"),
+        ("generate", "cuda", "sdpa", "eager"),
+        ("vllm", "cuda", "vllm", "compiled_cuda_graph"),
+        ("vllm", "cpu", "vllm", "default"),
+    ],
+)
+def test_what_auto_means(driver, device_type, attention, expected):
+    assert DRIVERS[driver].auto_mode(device_type, attention) == expected
+
+
+def test_a_mode_that_a_driver_lacks_is_refused_with_what_has_it():
+    with pytest.raises(EngineError) as caught:
+        DRIVERS["generate"].check_compile_mode("default")
+    assert str(caught.value) == (
+        "compile.mode=default does not work with driver=generate: use auto or eager, or driver=sync."
+    )
+
+
+def test_the_settings_that_some_do_not_read_are_of_the_schema():
+    known = {
+        f"{group.name}.{item.name}"
+        for group in dataclasses.fields(ExperimentConfig)
+        if dataclasses.is_dataclass(settings := getattr(ExperimentConfig(), group.name))
+        for item in dataclasses.fields(settings)
+    }
+    assert frozenset.union(*(kind.reads for kind in DRIVERS.values())) <= known
+
+
+NO_PADDING = {"sampling": "which pads no prompt"}
+OF_SYNC = {"compile": "it is a setting of driver=sync"}
+OF_VLLM = {"driver": "it is a setting of driver=vllm"}
+
+
+@pytest.mark.parametrize(
+    ("driver", "count", "reasons"),
+    [
+        ("sync", 5, NO_PADDING | OF_VLLM),
+        (
+            "manager",
+            11,
+            NO_PADDING | OF_SYNC | OF_VLLM | {"compile.recompile_limit": "where PyTorch's own limit"},
+        ),
+        (
+            "generate",
+            14,
+            OF_SYNC
+            | OF_VLLM
+            | {"cache": "which has no paged cache", "compile.recompile_limit": "which compiles nothing"},
+        ),
+        (
+            "vllm",
+            9,
+            NO_PADDING
+            | OF_SYNC
+            | {"cache": "which decides itself", "compile.recompile_limit": "which compiles itself"},
+        ),
+    ],
+)
+def test_what_a_driver_does_not_read_has_no_effect(driver, count, reasons):
+    config = ExperimentConfig(
+        driver=DriverConfig(driver, **WORKER),
+        cache=CacheConfig(**CACHE),
+        compile=CompileConfig("auto" if driver == "generate" else "default", recompile_limit=8, **DECODE),
+        sampling=SamplingConfig(pad_token_id=0),
+    )
+    idle = find_idle_settings(config)
+    assert len(idle) == count
+    for setting in idle:
+        reason = reasons.get(setting.setting) or reasons[setting.setting.split(".")[0]]
+        assert setting.reason.startswith(f"driver={driver}")
+        assert reason in setting.reason
+
+
+@pytest.mark.parametrize(("asked", "is_idle"), [("on", True), ("off", False)])
+def test_sharing_no_blocks_is_what_a_driver_without_pages_does(asked, is_idle):
+    config = ExperimentConfig(driver=DriverConfig("generate"), cache=CacheConfig(block_sharing=asked))
+    assert bool(find_idle_settings(config)) == is_idle

@@ -1,0 +1,278 @@
+"""Decode steps by mode on a CPU: the same tokens as eager steps, few programs, each counted, nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+from torch._inductor.cudagraph_utils import log_cudagraph_skip_and_bump_counter
+
+from cbexp.engine.decode import compiled
+from cbexp.engine.decode.compiled import GraphTreeSteps
+from cbexp.engine.decode.runners import build_runner
+from cbexp.engine.paged_attention_op import paged_decode_attention
+from cbexp.engine.sampling import choose_best
+from cbexp.engine.types import COMPILE_MODES, CompileMode, EngineError
+from tests.engine.decode_fixtures import VOCAB_SIZE, build_buffers, build_pools, set_rows, state_of
+
+POSITIONS = (3, 9, -1, 8, 15, 0, 12, 7)
+MAX_ROWS = 9
+COMPILED = ("default", "max_autotune_no_cudagraphs")
+
+
+class ToyForward:
+    """One layer of paged attention over an embedding: a step that compiles in a second or two."""
+
+    scale = 2
+
+    def __init__(self, layers):
+        torch.manual_seed(0)
+        self.layer = layers[0]
+        self.embedding = nn.Embedding(VOCAB_SIZE, 64)
+        self.head = nn.Linear(32, VOCAB_SIZE)
+
+    def __call__(self, token_ids, positions):
+        return choose_best(self.logits(token_ids, positions))
+
+    def logits(self, token_ids, positions):
+        hidden = self.embedding(token_ids).view(-1, 8, 8) * self.scale
+        query, key, value = hidden.split([4, 2, 2], dim=1)
+        layer = self.layer
+        attended = paged_decode_attention(
+            query, key, value, layer.pages, layer.block_table, positions, layer.page_offset, 0.4
+        )
+        return self.head(attended.flatten(1))
+
+
+class PrintingForward(ToyForward):
+    def logits(self, token_ids, positions):
+        print(token_ids)
+        return super().logits(token_ids, positions)
+
+
+@pytest.fixture
+def buffers():
+    return build_buffers(MAX_ROWS)
+
+
+@pytest.fixture
+def close_later():
+    """Runners to be closed after the test."""
+    runners = []
+    yield lambda runner: runners.append(runner) or runner
+    for runner in runners:
+        runner.close()
+
+
+@pytest.fixture
+def make_runner(buffers, close_later):
+    """Runners over `buffers`, of the toy or another forward."""
+
+    def make(mode="default", forward_class=ToyForward, **options):
+        return close_later(build_runner(forward_class(buffers.layers), buffers, mode, **options))
+
+    return make
+
+
+def run_burst(runner, buffers, bucket, num_steps=4):
+    """All state after a burst from the same start."""
+    for layer in buffers.layers:
+        layer.pages.copy_(build_pools(MAX_ROWS * 3)["full_attention"].pages)
+    set_rows(buffers, POSITIONS[:bucket])
+    runner.prepare(bucket)
+    runner.run(bucket, num_steps)
+    return state_of(buffers)
+
+
+def assert_same_bursts(runner, eager, buffers, buckets):
+    for bucket in buckets:
+        expected = run_burst(eager, buffers, bucket)
+        for actual, value in zip(run_burst(runner, buffers, bucket), expected, strict=True):
+            torch.testing.assert_close(actual, value)
+
+
+def test_eager_steps_are_forward_and_advance(buffers, make_runner):
+    runner, forward = make_runner("eager"), ToyForward(buffers.layers)
+    set_rows(buffers, [3, 9, -1])
+    with torch.no_grad():
+        first, _ = forward(buffers.token_ids[:3], buffers.positions[:3])
+    runner.prepare(3)
+    runner.run(3, 2)
+    assert buffers.outputs[0].tolist() == [first[0], first[1], -1] + [-1] * 6
+    assert buffers.positions.tolist() == [5, 11, -1] + [-1] * 6
+    assert int(buffers.step) == 2
+
+
+@pytest.mark.parametrize("mode", ["eager", "default"])
+@pytest.mark.parametrize("bucket", [1, 5])
+def test_a_step_leaves_the_logits_of_its_tokens_behind(buffers, make_runner, mode, bucket):
+    runner, forward = make_runner(mode), ToyForward(buffers.layers)
+    runner.prepare(bucket)
+    set_rows(buffers, POSITIONS[:bucket])
+    is_active, address = buffers.positions[:bucket] >= 0, buffers.best_logits.data_ptr()
+    with torch.no_grad():
+        logits = forward.logits(buffers.token_ids[:bucket], buffers.positions[:bucket])
+    runner.run(bucket, 1)
+    torch.testing.assert_close(buffers.best_logits[:bucket][is_active], logits.amax(-1)[is_active])
+    assert not buffers.best_logits[bucket:].any()
+    assert buffers.best_logits.data_ptr() == address
+
+
+@pytest.mark.parametrize("mode", COMPILED)
+def test_one_program_serves_all_batches_of_several_rows(buffers, make_runner, mode):
+    runner, eager = make_runner(mode), make_runner("eager")
+    assert_same_bursts(runner, eager, buffers, (8, 2, 4, 5))
+    assert runner.stats.programs == 1
+    assert_same_bursts(runner, eager, buffers, (1, 3, 1))
+    stats = runner.stats
+    assert (stats.programs, stats.recompiles, stats.graph_breaks, stats.skipped_cudagraphs) == (2, 0, 0, 0)
+    assert stats.compile_s > 0
+    assert (stats.graphs, stats.replays, stats.capture_s) == (0, 0, 0.0)
+
+
+def test_a_batch_of_all_rows_works_too(buffers, make_runner):
+    runner = make_runner()
+    for bucket in (MAX_ROWS, 4):
+        run_burst(runner, buffers, bucket)
+    assert (runner.stats.programs, runner.stats.recompiles) == (2, 0)
+
+
+@pytest.mark.parametrize("forward_class", [ToyForward, PrintingForward])
+@pytest.mark.parametrize("mode", ["eager", "default"])
+def test_preparing_leaves_live_rows_alone(buffers, make_runner, mode, forward_class):
+    """Also where it fails: a graph break is an error."""
+    runner = make_runner(mode, forward_class)
+    set_rows(buffers, POSITIONS)
+    before = state_of(buffers)
+    if (mode, forward_class) == ("default", PrintingForward):
+        with pytest.raises(EngineError, match="default cannot compile the decode step of 5 rows"):
+            runner.prepare(5)
+    else:
+        runner.prepare(5)
+    assert all(map(torch.equal, state_of(buffers), before))
+
+
+def test_a_recompile_is_counted(buffers, make_runner):
+    runner = make_runner()
+    run_burst(runner, buffers, 4)
+    assert runner.stats.recompiles == 0
+    runner._forward.scale = 3
+    run_burst(runner, buffers, 4)
+    assert (runner.stats.programs, runner.stats.recompiles) == (2, 1)
+
+
+def test_the_recompile_limit_is_an_error_and_holds_for_the_runner_alone(buffers, make_runner):
+    before = torch._dynamo.config.get_config_copy()
+    runner = make_runner(recompile_limit=1)
+    runner.prepare(3)
+    # A single row is a program of its own.
+    with pytest.raises(EngineError, match="of 1 rows: recompile_limit=1 programs are there already"):
+        runner.prepare(1)
+    make_runner(recompile_limit=1).prepare(2)
+    assert torch._dynamo.config.get_config_copy() == before
+
+
+def test_closing_lets_go_of_forward_and_cache():
+    buffers = build_buffers(2, pools=build_pools(6))
+    runner = build_runner(ToyForward(buffers.layers), buffers, "default")
+    is_gone = [weakref.ref(runner._forward), weakref.ref(buffers.layers[0].pages)]
+    runner.prepare(2)
+    runner.run(2, 1)
+    runner.close()
+    del buffers, runner
+    gc.collect()
+    assert [reference() for reference in is_gone] == [None, None]
+
+
+# What cannot run
+
+
+def test_a_compiler_that_is_switched_off_is_an_error(make_runner, monkeypatch):
+    runner = make_runner()
+    with torch.compiler.set_stance("force_eager"), pytest.raises(EngineError, match="compiled nothing"):
+        runner.prepare(4)
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    with pytest.raises(EngineError, match="default compiles nothing"):
+        make_runner()
+
+
+@pytest.mark.parametrize("mode", COMPILED)
+def test_no_compiler_is_an_error(make_runner, mode):
+    with (
+        torch._inductor.config.patch({"cpp.cxx": (None, "no-such-compiler")}),
+        pytest.raises(EngineError, match=rf"{mode} compiles C\+\+ for the CPU, and no compiler was found"),
+    ):
+        make_runner(mode)
+
+
+@pytest.mark.parametrize("mode", [name for name, mode in COMPILE_MODES.items() if mode.graphs])
+def test_graphs_need_cuda(make_runner, mode):
+    with pytest.raises(EngineError, match=f"{mode} captures CUDA graphs, and the model is on cpu"):
+        make_runner(mode)
+
+
+# Graphs that torch.compile records itself. On a CPU it makes none.
+
+
+@pytest.fixture
+def make_trees(buffers, close_later, monkeypatch):
+    """Steps of trees, compiled in torch.compile's own mode for them or in another."""
+
+    def make(torch_mode):
+        monkeypatch.setattr(compiled, "COMPILE_MODES", {"reduce_overhead": CompileMode(torch_mode)})
+        return close_later(GraphTreeSteps(ToyForward(buffers.layers), buffers, "reduce_overhead", None, ()))
+
+    return make
+
+
+@pytest.mark.parametrize("use", ["build", "run"])
+def test_trees_are_refused_on_another_thread(make_trees, use):
+    steps = make_trees("default")
+    uses = {"build": lambda: make_trees("default"), "run": lambda: steps.run(2, 1)}
+    with ThreadPoolExecutor(1) as pool:
+        error = pool.submit(uses[use]).exception()
+    assert isinstance(error, EngineError)
+    assert "reduce_overhead works on the main thread alone" in str(error)
+
+
+def test_a_recompile_where_graphs_are_promised_is_an_error(buffers, make_trees, monkeypatch):
+    counted = itertools.count()
+    monkeypatch.setattr(GraphTreeSteps, "_num_recorded", lambda self: next(counted))
+    steps = make_trees("default")
+    run_burst(steps, buffers, 4)
+    steps._forward.scale = 3
+    with pytest.raises(EngineError, match=r"promises CUDA graphs and has none for 4 rows: .*compiled anew"):
+        run_burst(steps, buffers, 4)
+    assert steps.stats.recompiles == 1
+
+
+def test_graphs_that_the_compiler_skips_are_an_error(make_trees):
+    steps = make_trees("reduce-overhead")
+    message = "promises CUDA graphs and has none for 4 rows: (?!none was recorded)"
+    with pytest.raises(EngineError, match=message):
+        steps.prepare(4)
+    assert (steps.stats.skipped_cudagraphs, steps.stats.graphs) == (1, 0)
+
+
+def test_a_skip_in_the_middle_of_a_session_is_an_error_with_its_reason(make_trees):
+    """Said as the trees say it: counted, and raised because the session asks for that."""
+    steps = make_trees("default")
+    with (
+        pytest.raises(EngineError, match="none for 4 rows: skipping cudagraphs due to mutated inputs"),
+        steps.session(4),
+    ):
+        log_cudagraph_skip_and_bump_counter("skipping cudagraphs due to mutated inputs")
+    assert steps.stats.skipped_cudagraphs == 1
+    assert not torch._inductor.config.triton.cudagraph_or_error
+
+
+def test_graphs_that_nobody_has_recorded_are_an_error(make_trees):
+    steps = make_trees("default")
+    with pytest.raises(EngineError, match="has none for 4 rows: none was recorded"):
+        steps.prepare(4)
+    assert (steps.stats.skipped_cudagraphs, steps.stats.graphs) == (0, 0)

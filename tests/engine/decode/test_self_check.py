@@ -1,0 +1,364 @@
+"""The self-check: passes for what is right, names what is wrong, and leaves buffers and cache as they were."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.nn import functional
+
+from cbexp.engine.buffers import allocate_buffers
+from cbexp.engine.decode.self_check import (
+    SelfCheckResult,
+    Tolerance,
+    _rounding_noise,
+    check_bucket,
+    summarize_errors,
+)
+from cbexp.engine.model_forward import ModelForward
+from cbexp.engine.sampling import advance
+from cbexp.engine.types import EngineError
+from tests.engine.decode_fixtures import (
+    VOCAB_SIZE,
+    build_buffers,
+    build_decode_model,
+    build_pools,
+    set_rows,
+    state_of,
+)
+from tests.engine.driving import drive
+
+NAN = float("nan")
+FAMILIES = ("qwen3", "gemma2")
+
+
+@pytest.fixture(scope="module")
+def models():
+    return {family: build_decode_model(family) for family in FAMILIES}
+
+
+class Setting:
+    """A model, and buffers in the middle of a burst; `check` takes a step or a forward in place of the right one."""
+
+    def __init__(self, model, family="qwen3", max_rows=7, num_blocks=30):
+        pools = build_pools(num_blocks, family=family, dtype=model.dtype)
+        self.use(model, build_buffers(max_rows, pools=pools, family=family))
+        set_rows(self.buffers, [3, 9, -1, 17][:max_rows])
+
+    def use(self, model, buffers):
+        self.buffers, self.forward = buffers, ModelForward(model, buffers.layers)
+
+    def right_step(self, rows):
+        advance(rows, *self.forward(rows.token_ids, rows.positions))
+
+    def leaving(self, change):
+        """A right step, but for the logits that it leaves behind: `change` of them."""
+
+        def step(rows):
+            next_ids, best_logits = self.forward(rows.token_ids, rows.positions)
+            advance(rows, next_ids, change(best_logits))
+
+        return step
+
+    def check(self, bucket=6, *, step=None, logits=None, tolerance=None):
+        """`step(rows of the bucket)` runs one step; `logits(token_ids, positions)` is the forward run eagerly."""
+        forward = copy.copy(self.forward)
+        forward.logits = logits or self.forward.logits
+
+        class Runner:
+            def run(_, bucket, num_steps):  # noqa: N805
+                assert num_steps == 1
+                (step or self.right_step)(self.buffers.rows(bucket))
+
+        asked = {"bucket": bucket, "mode": "some_mode", "tolerance": tolerance}
+        return check_bucket(Runner(), forward, self.forward.logits, self.buffers, **asked)
+
+    def require_fault(self, message, bucket=6, **parts):
+        """The check fails with `message`, and everything is as before."""
+        before = state_of(self.buffers)
+        with pytest.raises(EngineError, match=f"some_mode, batch of {bucket} rows: ({message})"):
+            self.check(bucket, **parts)
+        assert all(map(torch.equal, state_of(self.buffers), before))
+
+
+@pytest.fixture
+def setting(models):
+    return Setting(models["qwen3"])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("bucket", [1, 2, 7])
+def test_a_right_step_passes_and_leaves_no_trace(models, family, bucket):
+    setting = Setting(models[family], family)
+    before = state_of(setting.buffers)
+    tables = {name: table.clone() for name, table in setting.buffers.block_tables.items()}
+    result = setting.check(bucket)
+    assert (result.bucket, result.num_rows) == (bucket, max(1, bucket - 1))
+    assert result.num_other_tokens == 0
+    assert result.max_logprob_error == result.max_logit_error == result.max_cache_error == 0.0
+    assert all(map(torch.equal, state_of(setting.buffers), before))
+    assert all(torch.equal(setting.buffers.block_tables[name], table) for name, table in tables.items())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_are_at_different_positions_on_pages_of_their_own(models, family):
+    setting = Setting(models[family], family)
+    seen = {}
+
+    def step(rows):
+        seen["positions"] = rows.positions.tolist()
+        seen["tables"] = {name: table[:6].clone() for name, table in rows.block_tables.items()}
+        setting.right_step(rows)
+
+    setting.check(6, step=step)
+    assert seen["positions"] == [8, 7, 6, 5, 4, -1]  # the first one opens its second page
+    pools = setting.buffers.pools
+    pages = [
+        page
+        for name, table in seen["tables"].items()
+        for entry in [*table[:, 0].tolist(), *([table[0, 1].item()] if name == "full_attention" else [])]
+        for page in range(entry, entry + pools[name].pages_per_block)
+    ]
+    assert len(set(pages)) == len(pages)
+    assert min(pages) >= pools["full_attention"].trash_page  # never sector 0
+
+
+# What is wrong with the forward, or the step
+
+
+@pytest.mark.parametrize(("factor", "error"), [(1.01, r"[\d.]+"), (NAN, "nan")])
+def test_wrong_logits_of_the_forward_are_named(setting, factor, error):
+    setting.require_fault(
+        f"log-probabilities differ by up to {error}",
+        logits=lambda *inputs: setting.forward.logits(*inputs) * factor,
+    )
+
+
+def test_a_reference_that_is_not_finite_is_the_models_fault(new_model, setting):
+    model = build_decode_model()
+    with torch.no_grad():
+        model.lm_head.weight[3] = NAN
+    setting.use(model, setting.buffers)
+    with pytest.raises(EngineError, match="model's own logits are not finite: look at its weights"):
+        setting.check(6)
+
+
+WRONG = r"the step's best logits differ (by up to|on average by) [\d.]+"
+FAULTS = {}
+
+
+def fault(message):
+    def register(function):
+        FAULTS[function.__name__] = (function, message)
+        return function
+
+    return register
+
+
+@fault("a token is less likely than the best by")
+def another_token(setting, rows):
+    next_ids, best_logits = setting.forward(rows.token_ids, rows.positions)
+    advance(rows, (next_ids + 1) % VOCAB_SIZE, best_logits)
+
+
+@fault(f"token {VOCAB_SIZE} is not in the vocabulary")
+def an_unknown_token(setting, rows):
+    advance(rows, rows.token_ids * 0 + VOCAB_SIZE, rows.best_logits)
+
+
+@fault("keys or values in the cache differ by up to")
+def keys_not_written(setting, rows):
+    """A bucket that was captured without its cache write would read what the last run left there."""
+    kept = rows.layers[1].pages.clone()
+    chosen = setting.forward(rows.token_ids, rows.positions)
+    pages = slice(rows.layers[1].page_offset.item(), None, 6)
+    rows.layers[1].pages[pages] = kept[pages]
+    advance(rows, *chosen)
+
+
+@fault("the step changed keys or values in layer 2 that were not its to write")
+def a_write_to_the_inactive_rows_slot(setting, rows):
+    chosen = setting.forward(rows.token_ids, rows.positions)
+    rows.layers[2].pages[rows.block_tables["full_attention"][5, 0] + 4, 0] = 0.0
+    advance(rows, *chosen)
+
+
+@fault("the step's best logits differ by up to nan")
+def no_logits_left(setting, rows):
+    """What an earlier step has left there is not taken for its own."""
+    before = rows.best_logits.clone()
+    setting.right_step(rows)
+    rows.best_logits.copy_(before)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_of_the_step_is_named(setting, name):
+    step, message = FAULTS[name]
+    setting.check(6)
+    setting.require_fault(message, step=lambda rows: step(setting, rows))
+
+
+@pytest.mark.parametrize("name", ["positions", "remaining", "step", "outputs"])
+def test_rows_that_advance_wrongly_are_named(setting, name):
+    def step(rows):
+        setting.right_step(rows)
+        tensor = getattr(rows, name)
+        tensor += (tensor == -1) if name == "outputs" else 1
+
+    setting.require_fault("the rows did not advance as their tokens say", step=step)
+
+
+@pytest.mark.parametrize("change", [lambda b: b * 0.8, lambda b: b + 0.01, lambda b: -b])
+def test_wrong_logits_of_few_rows_are_found(setting, change):
+    setting.require_fault(WRONG, step=setting.leaving(change))
+
+
+@pytest.mark.parametrize("row", [0, 4])
+def test_nan_of_one_row_is_an_error(setting, row):
+    def poison(best_logits):
+        return best_logits.index_fill(0, torch.tensor(row), NAN)
+
+    setting.require_fault("the step's best logits differ by up to nan", step=setting.leaving(poison))
+
+
+@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
+def wide_setting(request, models):
+    """Of rows enough for a mean."""
+    return Setting(copy.deepcopy(models["qwen3"]).to(request.param), max_rows=48, num_blocks=200)
+
+
+def with_noise(logits):
+    noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0))
+    return (logits + 0.1 * noise).to(logits.dtype)
+
+
+WRONG_PARTS = {
+    "no attention in the last layer": (
+        "self_attn",
+        lambda output: (torch.zeros_like(output[0]), *output[1:]),
+    ),
+    "half the attention in the last layer": ("self_attn", lambda output: (output[0] / 2, *output[1:])),
+    "logits are scaled": ("lm_head", lambda logits: logits * 0.8),
+    "logits are noisy": ("lm_head", with_noise),
+}
+
+
+@pytest.mark.parametrize("part", WRONG_PARTS)
+@pytest.mark.parametrize("has_right_tokens", [True, False])
+def test_a_step_with_a_right_cache_and_wrong_logits_is_found(wide_setting, part, has_right_tokens):
+    """What is wrong from the last layer on leaves nothing in the cache."""
+    (name, change), forward = WRONG_PARTS[part], wide_setting.forward
+    module = forward.model.lm_head if name == "lm_head" else forward.model.model.layers[-1].self_attn
+
+    def step(rows):
+        next_ids, _ = forward(rows.token_ids, rows.positions)
+        hook = module.register_forward_hook(lambda module, args, output: change(output))
+        logits = forward.logits(rows.token_ids, rows.positions)
+        hook.remove()
+        next_ids = next_ids if has_right_tokens else logits.argmax(-1)
+        advance(rows, next_ids, logits.gather(1, next_ids[:, None])[:, 0].float())
+
+    message = WRONG if has_right_tokens else f"a token is less likely than the best|{WRONG}"
+    wide_setting.require_fault(message, bucket=48, step=step)
+    wide_setting.check(48)
+
+
+# What is no fault
+
+
+def test_a_token_as_good_as_the_best_is_no_error(setting):
+    def step(rows):
+        values, ids = setting.forward.logits(rows.token_ids, rows.positions).topk(2)
+        advance(rows, ids[:, 1], values[:, 1])
+
+    loose = Tolerance(mean_logprob=1e-4, max_logprob=100.0, cache=1e-3)
+    result = setting.check(6, step=step, tolerance=loose)
+    # The logits are those of the tokens that the step chose.
+    assert (result.num_other_tokens, result.max_logit_error) == (5, 0.0)
+
+
+def test_logits_of_inactive_rows_may_be_anything(setting):
+    def step(rows):
+        setting.right_step(rows)
+        rows.best_logits[5] = NAN
+
+    assert setting.check(6, step=step).max_logit_error == 0.0
+
+
+@pytest.mark.parametrize(("num_blocks", "num_rows"), [(1, 0), (2, 1), (3, 2)])
+def test_a_small_cache_is_checked_with_fewer_rows_or_not_at_all(setting, num_blocks, num_rows):
+    """Two blocks for the first row, one for the inactive ones, of which one may be the write trash."""
+    pools, cpu = build_pools(num_blocks), torch.device("cpu")
+    buffers = allocate_buffers(pools, max_rows=40, max_burst=1, eos_token_ids=(), device=cpu)
+    setting.use(setting.forward.model, buffers)
+    if num_rows:
+        assert setting.check(40).num_rows == num_rows
+        return
+    with pytest.raises(EngineError, match="raise num_blocks, or set self_check=False"):
+        setting.check(1)
+
+
+# Figures
+
+
+def test_errors_of_logits_within_their_bounds_are_returned(models):
+    setting = Setting(models["qwen3"], max_rows=48, num_blocks=200)
+    error = torch.zeros(48)
+    error[2] = -5e-4
+    result = setting.check(6, step=setting.leaving(lambda best_logits: best_logits + error[:6]))
+    assert result.max_logit_error == pytest.approx(5e-4, rel=0.01)
+    assert result.mean_logit_error == pytest.approx(1e-4, rel=0.01)
+    assert result.max_logprob_error == 0.0
+    # On all of many rows it is too much.
+    on_all = setting.leaving(lambda best_logits: best_logits + 5e-4)
+    assert setting.check(32, step=on_all).num_rows == 31
+    setting.require_fault(r"the step's best logits differ on average by 0\.0005", bucket=33, step=on_all)
+
+
+@pytest.mark.parametrize("num_layers", [4, 36])
+def test_rounding_noise_is_that_of_a_rounded_residual_stream(num_layers):
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    exact, head = draw(16, 256).bfloat16().float(), draw(256, 2000) / 16
+    streams = [exact.bfloat16(), exact.bfloat16()]
+    for _ in range(2 * num_layers):
+        added = draw(16, 256)
+        exact = exact + added
+        # Each side has computed what it adds in an order of its own, and rounded that.
+        noisy = [added * (1 + 2**-9 * draw(16, 256)) for _ in streams]
+        streams = [stream + own.bfloat16() for stream, own in zip(streams, noisy, strict=True)]
+    logits = [functional.rms_norm(s.float(), (256,)) @ head for s in streams]
+    difference = (logits[0] - logits[1]).abs().mean()
+    assert difference < _rounding_noise(logits[0].bfloat16(), num_layers) < 3 * difference
+
+
+def test_the_average_error_is_over_rows_not_over_batch_sizes():
+    def result(num_rows, error):
+        return SelfCheckResult(
+            num_rows, num_rows, 0, error, 2 * error, error / 10, error / 5, 0.0, 0.0, 0.0, 0.0
+        )
+
+    errors = {"mean_logprob_error": 0.18, "max_logprob_error": 1.8}
+    errors |= {"mean_logit_error": 0.018, "max_logit_error": 0.18}
+    assert summarize_errors([result(1, 0.9), result(9, 0.1)]) == pytest.approx(errors)
+    assert summarize_errors([]) == dict.fromkeys(errors)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"fusion": "projections"}, pytest.param({"compile_mode": "default"}, marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_steps_in_float64_are_checked_as_strictly_as_in_float32(
+    new_model, make_driver, prompts, greedy, settings
+):
+    model = new_model("qwen3").to(torch.float64)
+    driver = make_driver(model, buckets=(8,), num_blocks=64, **settings)
+    assert drive(driver, prompts) == [greedy(model, prompt, 12) for prompt in prompts]
+    (result,) = driver.resolved["self_check_results"]
+    assert result["max_logprob_error"] < 1e-5
+    assert result["max_logit_error"] < 1e-5

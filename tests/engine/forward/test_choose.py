@@ -1,0 +1,178 @@
+"""What runs fused, when compiled or captured code no longer fits the caller's weights, and that these stay put."""
+
+from __future__ import annotations
+
+import peft
+import pytest
+import torch
+
+from cbexp.engine import EngineError
+from cbexp.engine.forward import ForwardChoice, PlainForward
+from cbexp.engine.forward.llama import LlamaForward
+from tests.engine.forward.models import MAX_POSITIONS, build, build_buffers, layer, places
+
+FUSIONS = ["none", "projections", "layers"]
+INPUTS = torch.tensor([3, 96]), torch.zeros(2, dtype=torch.int32)
+
+
+@pytest.fixture
+def model():
+    return build("Llama").requires_grad_(False)
+
+
+def choose(model, fusion):
+    return ForwardChoice(model, build_buffers(model, 2).layers, fusion, MAX_POSITIONS)
+
+
+@pytest.fixture(params=FUSIONS)
+def choice(request, model):
+    choice = choose(model, request.param)
+    assert choice.begin()
+    choice.end()
+    yield choice
+    choice.close()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("fusion", FUSIONS)
+def test_no_parameter_moves(fusion):
+    """Neither the objects, nor their addresses, nor what their storages hold, from before `begin` to after `close`."""
+    model = build("Qwen2")
+    before, values = places(model), {name: p.clone() for name, p in model.named_parameters()}
+    keys = list(model.state_dict())
+    choice = choose(model, fusion)
+    for _ in range(2):
+        choice.begin()
+        assert places(model) == before
+        choice.forward(*INPUTS)
+        choice.plain_logits(*INPUTS)
+        assert places(model) == before
+        assert list(model.state_dict()) == keys
+        choice.end()
+        assert places(model) == before
+    choice.close()
+    choice.close()
+    assert places(model) == before
+    assert all(torch.equal(p, values[name]) for name, p in model.named_parameters())
+
+
+@torch.no_grad()
+def test_every_forward_says_the_same(choice, model):
+    choice.begin()
+    expected = choice.plain_logits(*INPUTS)
+    torch.testing.assert_close(choice.forward.logits(*INPUTS), expected, rtol=1e-5, atol=2e-5)
+    next_ids, best_logits = choice.forward(*INPUTS)
+    assert next_ids.equal(expected.argmax(-1))
+    torch.testing.assert_close(best_logits, expected.amax(-1), rtol=1e-5, atol=2e-5)
+    assert isinstance(choice.forward, LlamaForward if choice.fusion == "layers" else PlainForward)
+
+
+def test_a_second_drive_finds_everything_in_place(choice):
+    forward = choice.forward
+    assert not choice.begin()
+    assert choice.forward is forward
+
+
+@torch.no_grad()
+def test_weights_written_in_place_keep_compiled_code_and_are_read(choice, model):
+    choice.begin()
+    before = choice.forward.logits(*INPUTS)
+    choice.end()
+    for parameter in model.parameters():
+        parameter.mul_(0.5)
+    assert not choice.begin()
+    after = choice.forward.logits(*INPUTS)
+    assert not torch.allclose(after, before)
+    torch.testing.assert_close(after, choice.plain_logits(*INPUTS), rtol=1e-5, atol=2e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["self_attn.q_proj", "mlp.up_proj", "self_attn.o_proj", "input_layernorm"])
+def test_a_reassigned_parameter_voids_compiled_code(choice, model, name):
+    module = layer(model, 1).get_submodule(name)
+    module.weight.data = module.weight.data.clone() + 1
+    assert choice.begin()
+    expected = choice.plain_logits(*INPUTS)
+    torch.testing.assert_close(choice.forward.logits(*INPUTS), expected, rtol=1e-5, atol=2e-5)
+    assert not choice.begin()
+
+
+def test_a_buffer_that_moves_voids_compiled_code(choice, model):
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq.clone()
+    assert choice.begin()
+
+
+def test_a_hook_or_another_forward_voids_compiled_code(choice, model):
+    """No guard of the compiler's sees a hook, and a captured graph sees nothing."""
+    if choice.fusion == "layers":
+        pytest.skip("whole layers run no hooks: they are refused")
+    handle = layer(model).register_forward_hook(lambda module, inputs, output: output)
+    assert choice.begin()
+    assert not choice.begin()
+    handle.remove()
+    assert choice.begin()
+    model.lm_head.forward = model.lm_head.forward
+    assert choice.begin()
+
+
+def test_switching_an_adapter_voids_compiled_code(model):
+    """A flag of PEFT's moves no parameter."""
+    lora = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    choice = choose(lora.get_base_model(), "projections")
+    assert choice.begin()
+    assert not choice.begin()
+    with lora.disable_adapter():
+        assert choice.begin()
+    assert choice.begin()
+    choice.close()
+
+
+def test_a_drive_after_a_failed_one_builds_again(choice, model, monkeypatch):
+    def fail(self):
+        raise torch.OutOfMemoryError("no memory for rotary tables")
+
+    model.lm_head.weight.data = model.lm_head.weight.data.clone()
+    with monkeypatch.context() as patched:
+        patched.setattr(ForwardChoice, "_build_forward", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            choice.begin()
+    assert choice.begin()
+
+
+@torch.no_grad()
+@pytest.mark.slow
+@pytest.mark.parametrize("fusion", FUSIONS)
+def test_compiled_as_one_graph_without_gradients(fusion):
+    """By Inductor, for all batch sizes, once."""
+    model = build("Qwen3").requires_grad_(False)
+    choice = ForwardChoice(model, build_buffers(model, 6).layers, fusion, MAX_POSITIONS)
+    choice.begin()
+    compiled = torch.compile(choice.forward.logits, fullgraph=True)
+    for num_rows in (4, 2, 5):
+        inputs = torch.arange(num_rows) + 11, torch.zeros(num_rows, dtype=torch.int32)
+        for tensor in inputs:
+            torch._dynamo.mark_dynamic(tensor, 0)
+        with torch._dynamo.config.patch(error_on_recompile=num_rows != 4):
+            logits = compiled(*inputs)
+        torch.testing.assert_close(logits, choice.plain_logits(*inputs), rtol=1e-4, atol=1e-4)
+    choice.close()
+    torch._dynamo.reset()
+
+
+def test_auto_fuses_nothing_on_a_cpu(model):
+    choice = choose(model, "auto")
+    assert choice.fusion == "none"
+    assert choice.describe() == {"fusion": "none"}
+
+
+def test_what_is_fused_is_described(choice):
+    choice.begin()
+    facts = {"num_fused": 6, "num_skipped": 0, "skipped": {}}
+    expected = {} if choice.fusion == "none" else {"fused_projections": facts}
+    assert choice.describe() == {"fusion": choice.fusion} | expected
+
+
+def test_layers_are_refused_with_the_reason(model):
+    lora = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    with pytest.raises(EngineError, match=r"fusion='layers' is impossible: .*q_proj"):
+        choose(lora.get_base_model(), "layers")

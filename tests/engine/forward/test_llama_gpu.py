@@ -1,0 +1,173 @@
+"""On a CUDA device: whole decode steps of fused kernels, one by one and in a graph, against the model's own code."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cbexp.engine import sampling
+from cbexp.engine.forward import PlainForward
+from cbexp.engine.forward.products import MAX_SKINNY_ROWS
+from tests.engine.forward import models
+from tests.engine.forward.models import fused_forward
+from tests.engine.graph_capture import capture
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_fp32")]
+
+DEVICE = "cuda"
+SHAPE = {
+    "vocab_size": 2003,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}
+
+
+def build_model(dtype):
+    model = models.build("Qwen3", **SHAPE).requires_grad_(False)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.mul_(0.5)
+    return model.to(DEVICE, dtype)
+
+
+def build_buffers(model, num_rows, max_burst=1):
+    return models.build_buffers(model, num_rows, max_burst, page_size=16)
+
+
+def start_rows(buffers):
+    """A token each; every seventh row is not there, some end early."""
+    rows = torch.arange(buffers.max_rows, device=DEVICE)
+    buffers.token_ids.copy_(rows * 31 % 2003)
+    buffers.positions.copy_(torch.where(rows % 7 == 3, -1, 0))
+    buffers.remaining.copy_(torch.where(rows % 5 == 1, 9, 1000))
+    buffers.step.zero_()
+    buffers.outputs.fill_(-1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("num_rows", "is_captured"), [(1, True), (4, False), (33, True), (65, False), (200, True)]
+)
+def test_steps_choose_what_the_models_own_code_does(num_rows, is_captured):
+    """In fp32, but for logits that differ by less than their rounding; both go on from the same tokens."""
+    num_steps, model = 30, build_model(torch.float32)
+    own_buffers, buffers = (build_buffers(model, num_rows, num_steps) for _ in range(2))
+    own, fused = PlainForward(model, own_buffers.layers), fused_forward(model, buffers)
+
+    def step():
+        sampling.advance(buffers, *fused(buffers.token_ids, buffers.positions))
+
+    run = capture(step).replay if is_captured else step
+    # Rows that are not there have left nothing behind.
+    assert all(layer.pages.isnan().all() for layer in buffers.layers)
+    start_rows(own_buffers)
+    start_rows(buffers)
+    for index in range(num_steps):
+        is_active = own_buffers.positions >= 0
+        logits = own.logits(own_buffers.token_ids, own_buffers.positions)
+        run()
+        chosen = buffers.outputs[index].long()
+        assert (chosen >= 0).equal(is_active)
+        of_chosen = logits.gather(1, chosen.clamp(min=0)[:, None])[:, 0]
+        assert (logits.amax(1) - of_chosen)[is_active].max() < 1e-3
+        best_logits = buffers.best_logits[is_active]
+        torch.testing.assert_close(best_logits, of_chosen[is_active], rtol=1e-3, atol=1e-3)
+        sampling.advance(own_buffers, chosen.clamp(min=0), of_chosen)
+        assert buffers.token_ids.equal(own_buffers.token_ids)
+        assert buffers.positions.equal(own_buffers.positions)
+    for layer, expected in zip(buffers.layers, own_buffers.layers, strict=True):
+        torch.testing.assert_close(layer.pages, expected.pages, rtol=1e-3, atol=1e-3, equal_nan=True)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("num_rows", "dtype"),
+    [
+        (1, torch.bfloat16),
+        (33, torch.bfloat16),
+        (MAX_SKINNY_ROWS, torch.bfloat16),
+        (33, torch.float32),
+    ],
+    ids=str,
+)
+def test_steps_replayed_back_to_back_equal_single_ones(num_rows, dtype):
+    """Bit for bit, while every kernel may start before its predecessor has ended: sums have one order."""
+    num_steps, model = 100, build_model(dtype)
+    single, replayed = (build_buffers(model, num_rows, num_steps) for _ in range(2))
+    forwards = [fused_forward(model, buffers) for buffers in (single, replayed)]
+    start_rows(single)
+    for _ in range(num_steps):
+        next_ids, best_logits = forwards[0](single.token_ids, single.positions)
+        torch.cuda.synchronize()
+        sampling.advance(single, next_ids, best_logits)
+        torch.cuda.synchronize()
+    graph = capture(lambda: sampling.advance(replayed, *forwards[1](replayed.token_ids, replayed.positions)))
+    start_rows(replayed)
+    for _ in range(num_steps):
+        graph.replay()
+    assert len(single.outputs.unique()) > 1
+    assert replayed.outputs.equal(single.outputs)
+    is_active = single.outputs[-1] >= 0
+    assert replayed.best_logits[is_active].equal(single.best_logits[is_active])
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    for layer, expected in zip(replayed.layers, single.layers, strict=True):
+        assert layer.pages.view(bits).equal(expected.pages.view(bits))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("num_rows", [4, 65])
+def test_logits_are_as_close_as_the_models_own(num_rows):
+    exact_model = build_model(torch.float32)
+    inputs = torch.arange(num_rows, device=DEVICE), torch.zeros(num_rows, dtype=torch.int32, device=DEVICE)
+    exact = PlainForward(exact_model, build_buffers(exact_model, num_rows).layers).logits(*inputs)
+    model = build_model(torch.bfloat16)
+    own = PlainForward(model, build_buffers(model, num_rows).layers).logits(*inputs)
+    fused = fused_forward(model, build_buffers(model, num_rows)).logits(*inputs)
+    own_error, fused_error = ((logits - exact).abs().mean() for logits in (own, fused))
+    assert fused_error <= 1.25 * own_error
+
+
+def time_step(graph, num_steps):
+    """Milliseconds of a step on the device, the least of some replays."""
+    times = []
+    for _ in range(6):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / num_steps)
+    return min(times[1:])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("is_spread", [True, False], ids=["spread", "in front"])
+def test_attention_reads_for_active_rows_alone(is_spread):
+    """16 of 256 rows go on: a sixteenth is read, by a sixteenth of the programs, which cannot fill the device.
+
+    One layer with the heads of Qwen3-4B, and all else so small that a step is mostly attention.
+    """
+    num_rows, context, num_steps = 256, 2000, 20
+    shape = {"vocab_size": 2048, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1}
+    shape |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+    model = models.build("Qwen3", **shape).requires_grad_(False).to(DEVICE, torch.bfloat16)
+    buffers = models.build_buffers(model, num_rows, page_size=256, max_positions=context)
+    buffers.layers[0].pages.normal_()
+    forward = fused_forward(model, buffers, context)
+    buffers.token_ids.copy_(torch.arange(num_rows))
+    graph = capture(lambda: forward(buffers.token_ids, buffers.positions), num_steps)
+
+    buffers.positions.fill_(0)
+    without_past = time_step(graph, num_steps)
+    buffers.positions.fill_(context - 1)
+    all_active = time_step(graph, num_steps) - without_past
+    buffers.positions.fill_(-1)
+    buffers.positions[:: num_rows // 16 if is_spread else 1][:16] = context - 1
+    assert int((buffers.positions >= 0).sum()) == 16
+    few_active = time_step(graph, num_steps) - without_past
+
+    assert all_active > without_past, "a step is to be mostly attention here"
+    assert few_active < all_active / 3

@@ -1,0 +1,356 @@
+"""On a CUDA device: the operators at the sizes of Qwen3-4B against plain torch in wider numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._pytree import tree_map
+
+from cbexp.engine import sampling
+from cbexp.engine.attention import paged_decode_reference
+from cbexp.engine.buffers import allocate_buffers
+from cbexp.engine.forward import ops, products, reference
+from cbexp.engine.forward.products import MAX_SKINNY_ROWS
+from tests.engine.graph_capture import capture
+from tests.engine.kernels.cases import EPS, build_paged_case, randn, rotary_tables
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_fp32")]
+
+DEVICE = "cuda"
+HIDDEN, INTERMEDIATE, VOCABULARY = 2560, 9728, 151936
+HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+# A kernel of each tile (16, 32 and 64 rows), both sides of the bound from which products are the vendor's, and a batch
+# that fills a device. Each is compiled anew for each type, which takes a second: the other types have a tile and a
+# vendor's product each.
+SIZES = [
+    *((rows, torch.bfloat16) for rows in (1, 4, 32, MAX_SKINNY_ROWS, MAX_SKINNY_ROWS + 1, 256)),
+    (4, torch.float16),
+    (4, torch.float32),
+    (MAX_SKINNY_ROWS + 1, torch.float32),
+]
+# For variants of what the sizes above have gone through.
+FEW_SIZES = [(32, torch.bfloat16), (MAX_SKINNY_ROWS + 1, torch.bfloat16)]
+TOLERANCES = {
+    torch.float32: {"rtol": 1e-4, "atol": 1e-4},
+    torch.bfloat16: {"rtol": 3e-2, "atol": 4e-2},
+    torch.float16: {"rtol": 4e-3, "atol": 8e-3},
+}
+
+
+def tensor(*shape, dtype, seed=0):
+    return randn(*shape, dtype=dtype, device=DEVICE, seed=seed)
+
+
+def matrix(out_features, in_features, dtype, seed=1):
+    """Scaled so that products are about one, as behind a norm."""
+    return (tensor(out_features, in_features, dtype=torch.float32, seed=seed) / in_features**0.5).to(dtype)
+
+
+def qkv(dtype, head_dim=HEAD_DIM, has_bias=False):
+    """Weights and biases of the queries, keys and values."""
+    sizes = [heads * head_dim for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    biases = [tensor(n, dtype=dtype, seed=3) for n in sizes] if has_bias else []
+    return [matrix(n, HIDDEN, dtype, seed) for seed, n in enumerate(sizes)], biases
+
+
+def norm_weight(size, dtype, seed=2):
+    return 1 + 0.1 * tensor(size, dtype=dtype, seed=seed)
+
+
+def widened(arguments, dtype=torch.float32):
+    """Exact copies: what is computed from them is the oracle."""
+
+    def widen(each):
+        return each.to(dtype) if isinstance(each, torch.Tensor) and each.is_floating_point() else each
+
+    return tree_map(widen, arguments)
+
+
+def check(name, *arguments, dtype):
+    """An operator against its reference in fp32, from the same rounded inputs."""
+    operator = getattr(ops, name)
+    actual, expected = operator(*arguments), getattr(reference, name)(*widened(arguments))
+    single = isinstance(actual, torch.Tensor)
+    for own, plain in [(actual, expected)] if single else zip(actual, expected, strict=True):
+        assert own.dtype == dtype
+        torch.testing.assert_close(own.float(), plain, **TOLERANCES[dtype])
+    # What the compiler assumes of shapes and strides.
+    torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize(("rows", "dtype"), SIZES, ids=str)
+def test_embedding(rows, dtype):
+    token_ids = torch.arange(rows, device=DEVICE) * 7919 % 4000
+    table = tensor(4000, HIDDEN, dtype=dtype)
+    check("embed_norm", token_ids, table, norm_weight(HIDDEN, dtype), EPS, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "in_features"),
+    [
+        *((*size, HEADS * HEAD_DIM) for size in SIZES),
+        *((*size, in_features) for size in FEW_SIZES for in_features in (INTERMEDIATE, 2576)),
+    ],
+    ids=str,
+)
+def test_projection_and_residual(rows, in_features, dtype):
+    x, weight = tensor(rows, in_features, dtype=dtype), matrix(HIDDEN, in_features, dtype)
+    residual = tensor(rows, HIDDEN, dtype=dtype, seed=3)
+    bias = tensor(HIDDEN, dtype=dtype, seed=4) if in_features == 2576 else None
+    check("project_add_norm", x, weight, bias, residual, norm_weight(HIDDEN, dtype), EPS, dtype=dtype)
+
+
+@pytest.mark.parametrize(("rows", "dtype"), SIZES, ids=str)
+def test_gate_and_up(rows, dtype):
+    x, gate, up = tensor(rows, HIDDEN, dtype=dtype), *(matrix(INTERMEDIATE, HIDDEN, dtype, n) for n in (1, 2))
+    check("gated_projection", x, gate, up, dtype=dtype)
+    check("gated_projection", x, up, gate, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "is_qwen3"),
+    [*((*size, True) for size in SIZES), *((*size, False) for size in FEW_SIZES)],
+    ids=str,
+)
+def test_queries_keys_and_values(rows, is_qwen3, dtype):
+    x, weights_and_biases = tensor(rows, HIDDEN, dtype=dtype), qkv(dtype, has_bias=not is_qwen3)
+    norms = [norm_weight(HEAD_DIM, dtype, seed) for seed in (4, 5)] if is_qwen3 else [None, None]
+    positions = (torch.arange(rows, device=DEVICE, dtype=torch.int32) * 37) % 500 - 1
+    rotary = rotary_tables(500, HEAD_DIM, dtype, DEVICE)
+    check("rotated_projection", x, *weights_and_biases, positions, *rotary, *norms, EPS, dtype=dtype)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("rows", "dtype"), SIZES, ids=str)
+def test_joint_products(rows, dtype, has_bias):
+    """Of inputs with more dimensions than two, and of one whose rows have gaps between them."""
+    x = tensor(2, rows, HIDDEN, dtype=dtype)
+    check("joint_linear", x[:, : rows // 2 + 1], *qkv(dtype, has_bias=has_bias), dtype=dtype)
+    check("joint_linear", x[0], [matrix(n, HIDDEN, dtype, n) for n in (48, 1000)], [], dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("is_swapped", [False, True])
+@pytest.mark.parametrize("gap", [0, 5 * 2**30], ids=["neighbours", "far apart"])
+def test_products_over_two_addresses(gap, is_swapped, dtype):
+    """In both orders, captured too, of memory that is written later; the distance may need more than 32 bits."""
+    n, rows = 1024, MAX_SKINNY_ROWS + 1
+    x, block = (
+        tensor(rows, HIDDEN, dtype=dtype),
+        torch.empty(2 * n * HIDDEN + gap, dtype=dtype, device=DEVICE),
+    )
+    weights = [block[: n * HIDDEN].view(n, HIDDEN), block[-n * HIDDEN :].view(n, HIDDEN)]
+    weights = weights[::-1] if is_swapped else weights
+
+    def fill(seed):
+        for index, weight in enumerate(weights):
+            weight.copy_(matrix(n, HIDDEN, dtype, 2 * seed + index))
+
+    def check_products(actual):
+        for weight, product in zip(weights, actual, strict=True):
+            expected = x.double() @ weight.double().T
+            torch.testing.assert_close(product.double(), expected, **TOLERANCES[dtype])
+
+    fill(0)
+    check_products(products._multiply_pair(x, *weights))
+    captured = []
+    graph = capture(lambda: captured.append(products._multiply_pair(x, *weights)))
+    fill(1)
+    graph.replay()
+    check_products(captured[-1])
+
+
+@pytest.mark.parametrize(("rows", "dtype"), SIZES, ids=str)
+def test_best_token(rows, dtype):
+    """Of logits that differ by less than a rounding, any may be chosen."""
+    x, weight = tensor(rows, HIDDEN, dtype=dtype), matrix(VOCABULARY, HIDDEN, dtype)
+    logits = x.float() @ weight.float().T
+    chosen, values = ops.best_tokens(x, weight)
+    of_chosen = logits.gather(1, chosen[:, None])[:, 0]
+    assert (logits.amax(1) - of_chosen).max() <= TOLERANCES[dtype]["atol"]
+    assert (chosen.dtype, values.dtype) == (torch.int64, torch.float32)
+    torch.testing.assert_close(values, of_chosen, **TOLERANCES[dtype])
+    assert values.to(dtype).float().equal(values)  # the model's own logits are rounded
+
+
+@pytest.mark.parametrize("rows", [4, MAX_SKINNY_ROWS, MAX_SKINNY_ROWS + 1])
+def test_of_equal_logits_the_lowest_id_wins(rows):
+    x = torch.ones(rows, 64, device=DEVICE, dtype=torch.bfloat16)
+    weight = torch.zeros(32003, 64, device=DEVICE, dtype=torch.bfloat16)
+    for ids in ([32002, 17], [63, 64], [4095, 4096], [5, 6, 7]):
+        weight.zero_()[ids] = 1.0
+        chosen, values = ops.best_tokens(x, weight)
+        assert (chosen.tolist(), values.tolist()) == ([min(ids)] * rows, [64.0] * rows)
+
+
+@pytest.mark.parametrize("rows", [4, MAX_SKINNY_ROWS + 1])
+def test_nan_of_one_row_stays_there(rows):
+    """Its token is one of the vocabulary: the next step looks its embedding up."""
+    dtype, num_tokens = torch.bfloat16, 32003
+    x = tensor(rows, HIDDEN, dtype=dtype)
+    head, gate, up, down = (matrix(n, HIDDEN, dtype, n) for n in (num_tokens, 1024, 1024, HIDDEN))
+    residual, norm = tensor(rows, HIDDEN, dtype=dtype, seed=3), norm_weight(HIDDEN, dtype)
+
+    def run(x):
+        return [
+            *ops.best_tokens(x, head),
+            ops.gated_projection(x, gate, up),
+            *ops.project_add_norm(x, down, None, residual, norm, EPS),
+            *ops.joint_linear(x, [gate, up], []),
+        ]
+
+    clean = run(x)
+    x[0] = float("nan")
+    poisoned = run(x)
+    assert 0 <= int(poisoned[0][0]) < num_tokens
+    assert not poisoned[1][0].isfinite()
+    for before, after in zip(clean, poisoned, strict=True):
+        assert after[1:].equal(before[1:])
+
+
+@pytest.mark.parametrize("rows", [1, 70, 1024])
+def test_rows_advance_as_in_plain_torch(rows):
+    """Which is what runs on the CPU."""
+    generator = torch.Generator().manual_seed(rows)
+
+    def draw(high, low=0):
+        return torch.randint(low, high, (1030,), generator=generator)
+
+    start = {"token_ids": draw(10), "positions": draw(30, -3).clamp(min=-1), "remaining": draw(5)}
+    options = {"max_rows": 1030, "max_burst": 6, "eos_token_ids": (2, 5)}
+    plain, own = (allocate_buffers({}, **options, device=torch.device(device)) for device in ("cpu", DEVICE))
+    for buffers in (plain, own):
+        for name, value in start.items():
+            getattr(buffers, name).copy_(value)
+    for _ in range(6):
+        next_ids, logits = draw(10)[:rows], torch.randn(rows, generator=generator)
+        sampling.advance(plain, next_ids, logits)
+        sampling.advance(own, next_ids.to(DEVICE), logits.to(DEVICE))
+        for actual, expected in zip(own.state(), plain.state(), strict=True):
+            assert actual.cpu().equal(expected)
+
+
+# Attention
+
+
+def attention_arguments(positions, dtype, *, is_qwen3=True, head_dim=HEAD_DIM, window=0, page_size=64):
+    """Of `attend_new_token`; every slot that no row has written holds NaN."""
+    paged = build_paged_case(
+        positions,
+        heads=HEADS,
+        kv_heads=KV_HEADS,
+        head_dim=head_dim,
+        page_size=page_size,
+        dtype=dtype,
+        device=DEVICE,
+        window=window,
+    )
+    norms = [norm_weight(head_dim, dtype, seed) for seed in (4, 5)] if is_qwen3 else [None, None]
+    x, weights_and_biases = tensor(len(positions), HIDDEN, dtype=dtype), qkv(dtype, head_dim, not is_qwen3)
+    rotary = rotary_tables(max(positions) + 1, head_dim, dtype, DEVICE)
+    arrivals = torch.zeros(len(positions) * KV_HEADS, dtype=torch.int32, device=DEVICE)
+    return {
+        "x": x,
+        **dict(zip(("weights", "biases"), weights_and_biases, strict=True)),
+        "positions": paged.positions,
+        **dict(zip(("cos", "sin"), rotary, strict=True)),
+        **dict(zip(("q_norm", "k_norm"), norms, strict=True)),
+        "pages": paged.pages,
+        "block_table": paged.block_table,
+        "page_offset": paged.page_offset,
+        "arrivals": arrivals,
+        "eps": EPS,
+        "scaling": head_dim**-0.5,
+        "window": window,
+    }
+
+
+PROJECTION = ("x", "weights", "biases", "positions", "cos", "sin", "q_norm", "k_norm", "eps")
+PLACE = ("pages", "block_table", "positions", "page_offset", "scaling", "window")
+
+
+def expected_attention(arguments):
+    """In fp32 from the same rounded inputs: the output, and the pages left behind."""
+    wide = widened(arguments)
+    wide["pages"] = wide["pages"].clone()
+    heads = reference.rotated_projection(*(wide[name] for name in PROJECTION))
+    output = paged_decode_reference(*heads, *(wide[name] for name in PLACE))
+    return output.flatten(1), wide["pages"]
+
+
+def check_pages(pages, expected, before, dtype):
+    torch.testing.assert_close(pages.float(), expected, **TOLERANCES[dtype], equal_nan=True)
+    # Old keys and values, and slots of nobody, are bit for bit what they were.
+    is_new = expected.ne(before.float()) & ~(expected.isnan() & before.isnan())
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    is_kept = pages.view(bits).eq(before.view(bits)).all(-1)
+    assert (is_kept | is_new.any(-1)).all()
+
+
+def check_attention(arguments, dtype):
+    expected, expected_pages = expected_attention(arguments)
+    before = arguments["pages"].clone()
+    output = ops.attend_new_token(**arguments)
+    torch.testing.assert_close(output.float(), expected, **TOLERANCES[dtype])
+    # Slice by slice: a comparison takes ten times the memory of what it compares.
+    slices = (pages.split(256) for pages in (arguments["pages"], expected_pages, before))
+    for after, wanted, old in zip(*slices, strict=True):
+        check_pages(after, wanted, old, dtype)
+    assert not output[arguments["positions"] < 0].any()
+    assert not arguments["arrivals"].any()
+
+
+def spread_positions(rows):
+    """Empty, full and partly filled pages, with inactive rows between; the first is active."""
+    return [400 if row == 0 else (row * 53) % 402 - 1 for row in range(rows)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "is_qwen3"),
+    [*((*size, True) for size in SIZES), *((*size, False) for size in FEW_SIZES)],
+    ids=str,
+)
+def test_attention(rows, is_qwen3, dtype):
+    check_attention(attention_arguments(spread_positions(rows), dtype, is_qwen3=is_qwen3), dtype)
+
+
+@pytest.mark.parametrize(
+    ("rows", "window", "page_size"),
+    [(4, 0, 16), (64, 100, 16), (4, 256, 32), (64, 0, 32), (4, 100, 256), (64, 256, 256)],
+)
+def test_attention_in_pages_and_windows(rows, window, page_size):
+    arguments = attention_arguments(
+        spread_positions(rows), torch.bfloat16, window=window, page_size=page_size
+    )
+    check_attention(arguments, torch.bfloat16)
+
+
+@pytest.mark.parametrize(("rows", "head_dim"), [(64, 64), (64, 80), (65, 96), (64, 256), (4, 80), (4, 256)])
+def test_attention_of_other_head_sizes(rows, head_dim):
+    arguments = attention_arguments(spread_positions(rows), torch.bfloat16, head_dim=head_dim)
+    check_attention(arguments, torch.bfloat16)
+
+
+@pytest.mark.parametrize(("rows", "longest"), [(1, 9000), (2, 5000), (16, 3001), (64, 4500), (256, 2000)])
+def test_attention_of_rows_of_all_lengths(rows, longest):
+    """Rows of many chunks beside rows of one, twice: the second run finds what the first has left."""
+    positions = [longest - 1, *((row * 7919) % (longest // (1 + row % 7)) for row in range(1, rows))]
+    arguments = attention_arguments(positions, torch.bfloat16)
+    check_attention(arguments, torch.bfloat16)
+    arguments["positions"] -= (arguments["positions"] > 0).int()
+    check_attention(arguments, torch.bfloat16)
+
+
+@pytest.mark.parametrize("rows", [4, 64])
+def test_nan_of_one_row_stays_there_in_attention(rows):
+    positions = [300] * rows
+    clean = ops.attend_new_token(**attention_arguments(positions, torch.bfloat16))
+    arguments = attention_arguments(positions, torch.bfloat16)
+    arguments["x"][1] = float("nan")
+    entries = arguments["block_table"][1].long()
+    for page in (*entries + 2, *entries + 3):
+        arguments["pages"][page] = float("nan")
+    output = ops.attend_new_token(**arguments)
+    others = [row for row in range(rows) if row != 1]
+    assert output[1].isnan().all()
+    assert output[others].equal(clean[others])

@@ -1,0 +1,122 @@
+"""On a CUDA device: fused projections keep tokens and captured graphs right, and hold no memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cbexp.engine.forward.projections import ProjectionFusion
+from tests.engine.forward.models import build, places
+from tests.engine.graph_capture import capture
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_fp32")]
+
+SHAPE = {"vocab_size": 512, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6}
+SHAPE |= {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64, "attention_bias": True}
+
+
+def build_model(dtype):
+    model = build("Llama", **SHAPE).requires_grad_(False)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.mul_(0.1)
+    return model.to("cuda", dtype)
+
+
+@pytest.fixture
+def installed():
+    """Fusions of models, from the call on to the end of the test."""
+    fusions = []
+
+    def install(model):
+        fusions.append(ProjectionFusion(model))
+        fusions[-1].find()
+        fusions[-1].install()
+        return fusions[-1]
+
+    yield install
+    for fusion in fusions:
+        fusion.remove()
+
+
+def run_mlps(model, hidden):
+    for layer in model.model.layers:
+        hidden = hidden + layer.mlp(hidden)
+    return hidden
+
+
+def random_hidden(dtype):
+    generator = torch.Generator("cuda").manual_seed(1)
+    return torch.randn(8, SHAPE["hidden_size"], device="cuda", dtype=dtype, generator=generator)
+
+
+def generate(model):
+    ids = torch.arange(24, device="cuda").view(2, 12)
+    mask = torch.ones_like(ids)
+    return model.generate(
+        input_ids=ids, attention_mask=mask, max_new_tokens=16, do_sample=False, pad_token_id=0
+    )
+
+
+def test_same_tokens_in_fp32_and_no_memory_taken(installed):
+    model = build_model(torch.float32)
+    tokens = generate(model)
+    before, allocated = places(model), torch.cuda.memory_allocated()
+    installed(model)
+    assert places(model) == before
+    assert torch.cuda.memory_allocated() == allocated
+    assert generate(model).equal(tokens)
+
+
+@pytest.mark.parametrize("num_tokens", [12, 100])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_as_close_as_it_was(dtype, num_tokens, installed):
+    """Against fp32, the fused half-precision forward is no further off than the unfused one, but for noise."""
+    ids = torch.arange(2 * num_tokens, device="cuda").view(2, num_tokens)
+    with torch.no_grad():
+        exact = build_model(torch.float32)(input_ids=ids, use_cache=False).logits
+        model = build_model(dtype)
+        plain_error = (model(input_ids=ids, use_cache=False).logits - exact).abs().mean()
+        installed(model)
+        fused_error = (model(input_ids=ids, use_cache=False).logits - exact).abs().mean()
+    assert fused_error <= 1.25 * plain_error
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_captured_graph_follows_weights_written_in_place(dtype, installed):
+    model, hidden = build_model(dtype), random_hidden(dtype)
+    fusion, outputs = installed(model), []
+    graph = capture(lambda: outputs.append(run_mlps(model, hidden)))
+    fusion.remove()
+    tolerance = 1e-4 if dtype == torch.float32 else 3e-2
+    for factor in (1.0, 0.5):
+        for parameter in model.parameters():
+            parameter.mul_(factor)
+        graph.replay()
+        torch.testing.assert_close(outputs[-1], run_mlps(model, hidden), rtol=tolerance, atol=tolerance)
+
+
+@torch.no_grad()
+def test_cudagraph_trees_read_the_weights_where_they_are(installed):
+    model, hidden = build_model(torch.bfloat16), random_hidden(torch.bfloat16)
+    weight_bytes = sum(p.nbytes for p in model.parameters())
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(lambda h: run_mlps(model, h), mode="reduce-overhead", fullgraph=True)
+    gate = model.model.layers[0].mlp.gate_proj.weight
+    torch.cuda.synchronize()
+    allocated = torch.cuda.memory_allocated()
+    with torch._inductor.config.patch({"triton.cudagraph_or_error": True}):
+        for change in (lambda: None, lambda: gate.mul_(2), lambda: setattr(gate, "data", gate.detach() * 2)):
+            change()
+            expected = run_mlps(model, hidden)
+            fusion = installed(model)
+            for _ in range(3):
+                torch.compiler.cudagraph_mark_step_begin()
+                torch.testing.assert_close(compiled(hidden), expected, rtol=3e-2, atol=3e-2)
+            fusion.remove()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    # Were the weights copied into the graphs' pool, it would hold them all once more.
+    assert torch.cuda.memory_allocated() - allocated < weight_bytes / 4
+    torch._dynamo.reset()

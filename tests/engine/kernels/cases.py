@@ -1,0 +1,226 @@
+"""Inputs for tests of kernels and operators, and paged attention's definition as loops over rows and heads."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cbexp.engine.attention import paged_decode_reference
+from cbexp.engine.forward import reference
+
+EPS = 1e-6
+
+
+def mostly_slow(first, *others):
+    """Parameters of a test, of which the default suite takes the first alone."""
+    slow = [other if isinstance(other, tuple) else (other,) for other in others]
+    return [first, *(pytest.param(*other, marks=pytest.mark.slow) for other in slow)]
+
+
+def randn(*shape, dtype=torch.float32, device="cpu", seed=0) -> Tensor:
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randn(*shape, generator=generator, device=device).to(dtype)
+
+
+def rotary_tables(num_positions, head_dim, dtype, device="cpu") -> tuple[Tensor, Tensor]:
+    """As Llama's: the angles of the first half of a head are those of the second."""
+    frequencies = 10_000.0 ** -(torch.arange(0, head_dim, 2, device=device) / head_dim)
+    angles = torch.outer(torch.arange(num_positions, device=device), frequencies).repeat(1, 2)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def is_same(actual, expected) -> Tensor:
+    """Where two tensors are equal, or both NaN."""
+    return actual.eq(expected) | (actual.isnan() & expected.isnan())
+
+
+@dataclass
+class PagedCase:
+    """Arguments of one call of paged attention. Every slot that no row has written holds NaN."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    pages: Tensor
+    block_table: Tensor
+    positions: Tensor
+    page_offset: Tensor
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def tensors(self) -> list[Tensor]:
+        own = [self.query, self.key, self.value, self.pages]
+        return [*own, self.block_table, self.positions, self.page_offset]
+
+    def run(self, attend, **more) -> tuple[Tensor, Tensor]:
+        """The output of `attend`, and the pages that it leaves behind."""
+        tensors = self.tensors()
+        tensors[3] = pages = self.pages.clone()
+        return attend(*tensors, **self.options, **more), pages
+
+
+def build_paged_case(
+    positions,
+    *,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    page_size=4,
+    dtype=torch.float32,
+    device="cpu",
+    window=0,
+    softcap=0.0,
+    sinks=False,
+    table_width=None,
+    seed=0,
+) -> PagedCase:
+    """Rows at `positions` (-1: inactive) with shuffled pages of a layer of rank 1 in a cache of two layers."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=generator, device=device).to(dtype)
+
+    rows = len(positions)
+    lengths = [min(position + 1, window) if window else position + 1 for position in positions]
+    width = table_width or max(1, -(-max(lengths) // page_size))
+    pages_per_block, num_blocks = 4, rows * width + 1
+    blocks = torch.randperm(num_blocks - 1, generator=generator, device=device) + 1
+    block_table = (blocks.view(rows, width) * pages_per_block).int()
+    shape = (num_blocks * pages_per_block, page_size, kv_heads, head_dim)
+    pages = torch.full(shape, float("nan"), device=device).to(dtype)
+    offset = 2
+    for row, position in enumerate(positions):
+        stored = min(position, window) if window else position
+        if stored <= 0:
+            continue
+        slots = torch.arange(stored, device=device)
+        if window and position >= window:
+            slots = slots[slots != position % window]
+        page = block_table[row, slots // page_size].long() + offset
+        for kind in (0, 1):
+            pages[page + kind, slots % page_size] = randn(len(slots), kv_heads, head_dim)
+    # Strides of a joint projection: query, key and value side by side in a row.
+    packed = randn(rows, heads + 2 * kv_heads, head_dim)
+    query, key, value = packed.split([heads, kv_heads, kv_heads], dim=1)
+    options = {"scaling": head_dim**-0.5, "window": window, "softcap": softcap}
+    options["sinks"] = randn(heads) if sinks else None
+    index = {"dtype": torch.int32, "device": device}
+    table_and_positions = block_table, torch.tensor(positions, **index), torch.tensor(offset, **index)
+    return PagedCase(query, key, value, pages, *table_and_positions, options)
+
+
+def attend_naively(
+    query, key, value, pages, block_table, positions, page_offset, *, scaling, window, softcap, sinks
+) -> Tensor:
+    """The definition, in float64 and Python loops."""
+    output = torch.zeros(query.shape, dtype=torch.float64)
+    group, page_size = query.shape[1] // key.shape[1], pages.shape[1]
+    for row in range(len(query)):
+        position = int(positions[row])
+        if position < 0:
+            continue
+        places = []
+        first = max(0, position + 1 - window) if window else 0
+        for earlier in range(first, position + 1):
+            slot = earlier % window if window else earlier
+            page = int(block_table[row, slot // page_size]) + int(page_offset)
+            places.append((page, slot % page_size))
+        page, in_page = places[-1]
+        pages[page, in_page] = key[row]
+        pages[page + 1, in_page] = value[row]
+        for head in range(query.shape[1]):
+            logits = []
+            for page, in_page in places:
+                product = torch.dot(query[row, head].double(), pages[page, in_page, head // group].double())
+                logit = float(product) * scaling
+                logits.append(softcap * math.tanh(logit / softcap) if softcap else logit)
+            denominator = sum(math.exp(logit) for logit in logits)
+            denominator += math.exp(float(sinks[head])) if sinks is not None else 0.0
+            for logit, (page, in_page) in zip(logits, places, strict=True):
+                share = math.exp(logit) / denominator
+                output[row, head] += share * pages[page + 1, in_page, head // group].double()
+    return output
+
+
+@dataclass
+class ProjectedCase:
+    """Projections in parts [splits, rows, heads * head_dim], and what turns them into heads."""
+
+    parts: list[Tensor]
+    positions: Tensor
+    rotary: tuple[Tensor, Tensor]
+    norms: tuple[Tensor | None, Tensor | None]
+
+    def expected_heads(self) -> list[Tensor]:
+        """Of the reference, which projects by itself: a product with one is the projection."""
+        dtype = self.rotary[0].dtype
+        projected = torch.cat([parts.float().sum(0).to(dtype) for parts in self.parts], 1)
+        one = torch.eye(projected.shape[1], dtype=dtype, device=projected.device)
+        weights = one.split([parts.shape[2] for parts in self.parts])
+        arguments = (projected, weights, [], self.positions, *self.rotary, *self.norms, EPS)
+        return list(reference.rotated_projection(*arguments))
+
+
+def build_projected_case(
+    positions, *, heads=4, kv_heads=2, head_dim=16, splits=2, norms=True, dtype=torch.float32, device="cpu"
+) -> ProjectedCase:
+    kind = {"dtype": dtype, "device": device}
+    # One part is a product of the vendor's library, in the model's dtype.
+    parts_kind = {"dtype": dtype if splits == 1 else torch.float32, "device": device}
+    return ProjectedCase(
+        parts=[
+            randn(splits, len(positions), each * head_dim, seed=seed, **parts_kind)
+            for seed, each in enumerate((heads, kv_heads, kv_heads))
+        ],
+        positions=torch.tensor(positions, dtype=torch.int32, device=device),
+        rotary=rotary_tables(max(positions) + 1, head_dim, **kind),
+        norms=(1 + randn(head_dim, seed=3, **kind), 1 + randn(head_dim, seed=4, **kind))
+        if norms
+        else (None, None),
+    )
+
+
+@dataclass
+class RotatedAttentionCase:
+    """Arguments of one call of the fused attention, whose definition are two references."""
+
+    projected: ProjectedCase
+    paged: PagedCase
+
+    def expected(self) -> tuple[Tensor, Tensor]:
+        """The output, and the pages left behind."""
+        self.paged.query, self.paged.key, self.paged.value = self.projected.expected_heads()
+        return self.paged.run(paged_decode_reference)
+
+    def run(self, attend, chunk: int = 1024, **tile: Any) -> tuple[Tensor, Tensor]:
+        paged, projected, pages = self.paged, self.projected, self.paged.pages.clone()
+        num_tasks = len(projected.positions) * pages.shape[2]
+        arrivals = torch.zeros(num_tasks, dtype=torch.int32, device=pages.device)
+        output = attend(
+            *projected.parts,
+            projected.positions,
+            *projected.rotary,
+            *projected.norms,
+            pages,
+            paged.block_table,
+            paged.page_offset,
+            arrivals,
+            eps=EPS,
+            scaling=paged.options["scaling"],
+            window=paged.options["window"],
+            chunk=chunk,
+            **tile,
+        )
+        assert not arrivals.any()
+        return output, pages
+
+
+def build_rotated_case(
+    positions, *, window=0, page_size=4, splits=2, norms=True, **shape: Any
+) -> RotatedAttentionCase:
+    return RotatedAttentionCase(
+        build_projected_case(positions, splits=splits, norms=norms, **shape),
+        build_paged_case(positions, window=window, page_size=page_size, **shape),
+    )

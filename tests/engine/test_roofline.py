@@ -1,0 +1,157 @@
+"""The bytes of a decode step, by hand; the bandwidth probe where there is a device, its kernel where there is none."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config, Qwen3MoeConfig
+
+from cbexp.engine.roofline import (
+    decode_step_bytes,
+    kv_bytes_by_layer,
+    measure_read_bandwidth,
+)
+from cbexp.engine.types import EngineError
+
+SHAPE = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+KV_TOKEN_BYTES = 2 * 2 * 8 * 2  # keys and values x heads x dimension x bfloat16
+
+
+def build_meta_model(config):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return model, dict(model.named_parameters())
+
+
+def sum_bytes(model):
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
+def test_a_tied_model_reads_every_weight_and_the_cache_of_each_row():
+    config = Qwen3Config(**SHAPE, tie_word_embeddings=True)
+    model, params = build_meta_model(config)
+    step = decode_step_bytes(config, params, batch=3, context=100)
+    assert step.weight_bytes == sum_bytes(model)
+    assert step.kv_bytes == 3 * 100 * 2 * KV_TOKEN_BYTES
+    assert step.total_bytes == step.weight_bytes + step.kv_bytes
+
+
+def test_an_untied_embedding_is_read_for_the_tokens_of_the_batch_alone():
+    config = LlamaConfig(**SHAPE, tie_word_embeddings=False)
+    model, params = build_meta_model(config)
+    table_bytes = 128 * 32 * 2
+    for batch in (1, 5):
+        step = decode_step_bytes(config, params, batch, context=1)
+        assert step.weight_bytes == sum_bytes(model) - table_bytes + batch * 32 * 2
+    # No more than the whole table, however many rows.
+    assert decode_step_bytes(config, params, 1000, context=1).weight_bytes == sum_bytes(model)
+
+
+def test_only_the_experts_that_a_batch_reaches_count():
+    config = Qwen3MoeConfig(
+        **SHAPE,
+        tie_word_embeddings=True,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+    )
+    model, params = build_meta_model(config)
+    expert_bytes = 2 * 8 * (3 * 16 * 32) * 2  # layers x experts x gate, up, down x bfloat16
+    dense_bytes = sum_bytes(model) - expert_bytes
+    for batch, num_touched in ((1, 2), (2, 8 * (1 - 0.75**2)), (10_000, 8)):
+        step = decode_step_bytes(config, params, batch, context=1)
+        assert step.weight_bytes == pytest.approx(dense_bytes + expert_bytes * num_touched / 8, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (
+            {"model.embed_tokens.weight": 2, "model.mlp.experts.down_proj": 1},
+            "qwen3 has experts.*num_experts_per_tok",
+        ),
+        ({"lm_head.weight": 2}, "no parameter is an embedding"),
+    ],
+)
+def test_a_model_whose_bytes_are_not_known_is_refused(params, message):
+    params = {name: torch.zeros(*[2] * num_dims) for name, num_dims in params.items()}
+    with pytest.raises(EngineError, match=message):
+        decode_step_bytes(Qwen3Config(**SHAPE), params, 1, 1)
+
+
+def test_sliding_layers_read_no_more_than_their_window():
+    layer_types = ["sliding_attention", "full_attention"]
+    mixed = Qwen3Config(**SHAPE, use_sliding_window=True, sliding_window=16, layer_types=layer_types)
+    assert kv_bytes_by_layer(mixed, torch.bfloat16, 100) == [16 * KV_TOKEN_BYTES, 100 * KV_TOKEN_BYTES]
+    assert kv_bytes_by_layer(mixed, torch.bfloat16, 10) == [10 * KV_TOKEN_BYTES] * 2
+    # All layers slide where the config names no kinds; none does without a window.
+    sliding, full = MistralConfig(**SHAPE, sliding_window=16), MistralConfig(**SHAPE, sliding_window=None)
+    assert kv_bytes_by_layer(sliding, torch.bfloat16, 100) == [16 * KV_TOKEN_BYTES] * 2
+    assert kv_bytes_by_layer(full, torch.bfloat16, 100) == [100 * KV_TOKEN_BYTES] * 2
+
+
+def test_the_floor_of_the_reference_shape():
+    """Qwen3-4B, batch 32 at 500 tokens: 8.04 GB of weights, 2.4 ms at 4.3 TB/s."""
+    config = Qwen3Config(
+        vocab_size=151936,
+        hidden_size=2560,
+        intermediate_size=9728,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=True,
+    )
+    _, params = build_meta_model(config)
+    step = decode_step_bytes(config, params, batch=32, context=500)
+    assert step.weight_bytes == pytest.approx(8.04e9, rel=1e-3)
+    assert step.total_bytes / 4.3e12 == pytest.approx(2.42e-3, rel=5e-3)
+
+
+def test_a_cpu_has_no_bandwidth_and_says_so():
+    with pytest.raises(EngineError, match=r"CUDA events.*cpu"):
+        measure_read_bandwidth(torch.device("cpu"))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+def test_the_read_kernel_reads_every_element():
+    """Interpreted, in a process of its own: Triton reads the variable when it is imported."""
+    program = """
+import torch
+from cbexp.engine.kernels.read_stream import READ_TILES, ReadTile, sum_chunks
+for tile in (READ_TILES[0], ReadTile(16, 3, 4)):
+    values = torch.randn(2, tile.chunk_size)
+    sums = torch.full((3,), -1.0)
+    sum_chunks(values, sums, tile)
+    torch.testing.assert_close(sums[:2], values.sum(dim=1), atol=1e-2, rtol=1e-4)
+    assert sums[2] == -1
+"""
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.gpu
+def test_the_probe_measures_and_gives_its_memory_back():
+    device = torch.device("cuda")
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved(device)
+    assert 1e11 < measure_read_bandwidth(device) < 2e13
+    assert torch.cuda.memory_reserved(device) == before

@@ -1,0 +1,16 @@
+from __future__ import annotations
+
+import pytest
+
+from cbexp.engine.upstream.build import build_processor
+from tests.engine.upstream.processors import settings_for
+
+
+@pytest.fixture
+def make_processor(shared_model):
+    """(family, settings) -> transformers' processor with the engine's scheduler, on a cache of its own."""
+
+    def make(family="qwen3", **changes):
+        return build_processor(shared_model(family), settings_for(shared_model(family), **changes))
+
+    return make

@@ -1,0 +1,190 @@
+"""Rows for bursts: room for all of them or for none, in order, on blocks that are shared once they are complete."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from transformers.generation.continuous_batching.requests import RequestState
+
+from cbexp.engine.decode import Decoder
+from cbexp.engine.requests import RequestBook
+from cbexp.engine.upstream import Batcher
+from cbexp.engine.upstream.build import build_page_pools
+from tests.engine.driving import drive
+from tests.engine.upstream.processors import new_group, settings_for
+
+PAGE = 8
+
+
+class ModelsOwnCode:
+    """A `RunsPrompts` that leaves every batch to the model."""
+
+    def timing_batch(self):
+        return torch.no_grad()
+
+    def prefill(self, batch, num_rows):
+        return None
+
+
+@pytest.fixture
+def start(shared_model):
+    """(blocks, prompt lengths, limits) -> a batcher whose requests have made one token each."""
+
+    def start(num_blocks, lengths, limits):
+        model = shared_model("qwen3")
+        batcher = Batcher(model, settings_for(model, num_blocks=num_blocks))
+        groups = [
+            new_group(f"r{index}", range(length), limit)
+            for index, (length, limit) in enumerate(zip(lengths, limits, strict=True))
+        ]
+        batcher.begin(RequestBook(groups), safety_margin=0.0, num_slots=8)
+        for group in groups:
+            batcher.submit(group)
+        assert batcher.run_prefill(model, ModelsOwnCode(), time.perf_counter()).num_requests == len(groups)
+        return batcher
+
+    return start
+
+
+def open_burst(batcher, num_steps):
+    """A burst of `num_steps` wished for: its steps (None: no burst), and the blocks of each request."""
+    burst = batcher.open_burst(8, lambda remaining, is_queue_empty: num_steps)
+    (allocator,) = batcher._cache.cache_allocators.values()
+    return burst and burst.num_steps, [len(blocks) for blocks in allocator.block_table.values()]
+
+
+def test_transformers_keeps_what_it_gave_when_it_has_no_more(make_processor):
+    """Which is why a burst asks for all rows before it takes for one."""
+    cache = make_processor(num_blocks=2).cache
+    given = [cache.can_store_request_tokens(RequestState(str(row), []), PAGE) for row in range(4)]
+    assert given == [True, True, False, False]
+    (allocator,) = cache.cache_allocators.values()
+    assert [len(blocks) for blocks in allocator.block_table.values()][:2] == [1, 1]
+
+
+def test_a_burst_that_fits_is_reserved_whole(start):
+    # 25, 20 and 32 tokens.
+    assert open_burst(start(20, [8, 3, 15], [40] * 3), 17) == (17, [4, 3, 4])
+
+
+def test_a_row_takes_no_more_than_it_may_still_make(start):
+    """The first one two tokens, of which the last is never stored."""
+    assert open_burst(start(20, [8, 8], [3, 10]), 9) == (9, [2, 3])
+
+
+@pytest.mark.parametrize(
+    ("num_free", "num_steps", "blocks"),
+    # Three full blocks; each further page of all rows takes three blocks more, and with less there is no burst.
+    [(9, 24, 4), (8, 12, 3), (6, 12, 3), (5, 6, 2), (3, 6, 2), (2, None, 1), (1, None, 1), (0, None, 1)],
+)
+def test_a_burst_without_room_is_halved_until_it_has(start, num_free, num_steps, blocks):
+    assert open_burst(start(3 + num_free, [8] * 3, [40] * 3), 24) == (num_steps, [blocks] * 3)
+
+
+def test_the_longest_rows_come_first_and_no_more_than_asked_for(start):
+    """Attention starts its programs in that order, and a long one begun last would run on alone."""
+    batcher, asked = start(40, [3, 9, 5, 7], [6, 12, 6, 8]), []
+
+    def choose(remaining, is_queue_empty):
+        asked.append((remaining, is_queue_empty))
+        return 2
+
+    for max_rows in (4, 3):
+        rows = batcher.open_burst(max_rows, choose).rows
+        # Those admitted first.
+        assert [row.position for row in rows] == {4: [9, 7, 5, 3], 3: [9, 5, 3]}[max_rows]
+    assert asked == [([11, 7, 5, 5], True), ([11, 5, 5], False)]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt_oss"])
+def test_all_kinds_of_layers_have_their_pages_in_one_tensor(make_processor, family):
+    """Several would be aliases of one allocation, of which a compiler copies the whole cache for each layer."""
+    pools = build_page_pools(make_processor(family).cache, max_positions=64)
+    assert len({id(pool.pages) for pool in pools.values()}) == 1
+    assert all(pool.pages.shape[1:] == (PAGE, 2, 8) for pool in pools.values())
+
+
+# Sharing, in whole drives
+
+
+def prefilled(driver):
+    return [step.num_tokens for step in driver.steps if step.kind == "prefill"]
+
+
+@pytest.fixture
+def make_sharing(shared_model, make_driver):
+    def make(**settings):
+        settings = {"max_new_tokens": 40, "num_blocks": 60, "allow_block_sharing": True} | settings
+        return make_driver(shared_model("qwen3"), **settings)
+
+    return make
+
+
+@pytest.mark.parametrize("max_burst", [1, 7])
+def test_blocks_that_a_burst_completed_serve_later_prompts(
+    make_sharing, make_prompts, reference, references, max_burst
+):
+    """Prompts that go on from what another has generated; the burst that ends a request registers none of its own."""
+    (start,) = make_prompts((13,))
+    made = reference("qwen3", start, 40)
+    prompts = [start, [*start, *made[:20]], [*start, *made[:9], 3], [*start, *made[:20]]]
+    driver = make_sharing(max_requests_per_batch=1, max_burst=max_burst)
+    for _ in range(2):
+        assert drive(driver, prompts) == references("qwen3", prompts, 40)
+        # The prompt's one whole block, which prefill made, and then those of bursts: 33 = 4 * 8 + 1 tokens.
+        assert prefilled(driver) == [13, 1, 23 - 16, 1]
+
+
+def test_blocks_are_shared_with_a_request_that_still_decodes(
+    make_sharing, make_prompts, reference, references
+):
+    (start,) = make_prompts((13,))
+    prompts, limits = [start, [5], [*start, *reference("qwen3", start, 40)[:12]]], [40, 16, 30]
+    driver = make_sharing(max_requests_per_batch=2, max_burst=4)
+    assert drive(driver, prompts, max_new_tokens=limits) == references("qwen3", prompts, limits)
+    assert prefilled(driver) == [14, 1]
+
+
+def test_equal_requests_side_by_side_end_up_on_the_same_blocks(make_sharing, make_prompts, references):
+    """Each fills blocks of its own, of which all but one are given back as they are completed: tables change."""
+    prompts, used = make_prompts((13,)) * 3, {}
+    for sharing in (False, True):
+        driver = make_sharing(max_burst=4, allow_block_sharing=sharing)
+        assert drive(driver, prompts) == references("qwen3", prompts, 40)
+        used[sharing] = max(step.cache_used_fraction for step in driver.steps)
+    assert used[True] < 0.6 * used[False]
+
+
+@pytest.mark.parametrize(("page_size", "shared_blocks"), [(8, 2), (32, 0)])
+def test_forks_share_whole_pages_alone(make_sharing, make_prompts, page_size, shared_blocks):
+    """Of a prompt of 20 tokens, two pages of 8 and none of 32; then a page of its own for each of four."""
+    driver = make_sharing(page_size=page_size, num_blocks=40, max_new_tokens=2)
+    drive(driver, make_prompts((20,)), num_generations=4)
+    (decode,) = [step for step in driver.steps if step.kind == "decode"]
+    assert decode.cache_used_fraction == pytest.approx((shared_blocks + 4) / 40)
+
+
+@torch.no_grad()
+def test_forked_keys_and_values_are_there_when_the_burst_starts(
+    shared_model, make_driver, make_prompts, references, monkeypatch
+):
+    """Every fork's blocks hold what its parent's do at the moment that the rows are brought up."""
+    driver, seen = make_driver(shared_model("qwen3"), num_blocks=60), []
+
+    def run(decoder, rows, num_steps, original=Decoder.run):
+        pool = decoder._buffers.pools["full_attention"]
+        for row in rows:
+            first = torch.tensor(row.blocks["full_attention"]) * pool.pages_per_block
+            content = pool.pages[first[:, None] + torch.arange(pool.pages_per_block)]
+            # Of each page of a block, the 11 tokens that were read, in order.
+            seen.append(content.transpose(0, 1).flatten(1, 2)[:, :11].clone())
+        return original(decoder, rows, num_steps)
+
+    monkeypatch.setattr(Decoder, "run", run)
+    prompts = make_prompts((12,))
+    assert drive(driver, prompts, num_generations=4) == references("qwen3", prompts, num_generations=4)
+    parent, *forks = seen[:4]
+    assert parent.flatten(2).any(-1).all()
+    assert all(torch.equal(fork, parent) for fork in forks)

@@ -1,0 +1,215 @@
+"""Slots, and a scheduler in bad weather: time-outs, signals, and processes that are not to be had."""
+
+import errno
+import json
+import os
+import signal
+import threading
+from datetime import datetime
+
+import pytest
+
+from cbexp.cli import sweep_command
+from cbexp.config import ExperimentConfig
+from cbexp.errors import ResultsError
+from cbexp.sweep import slots
+from cbexp.sweep.cells import Cell, write_cell
+from cbexp.sweep.ends import CellEnd, read_end
+from cbexp.sweep.process import CellProcess
+from cbexp.sweep.scheduler import Scheduler
+from cbexp.sweep.stop_signals import StopRequests, counting_stop_signals
+from tests.sweep.conftest import HERE, REPOSITORY, is_running, wait_until
+
+
+@pytest.mark.parametrize(
+    ("visible", "printed", "devices", "expected"),
+    [
+        (None, None, ["auto"], [None]),
+        (None, "0\n", ["auto"], [None]),
+        (None, "0\n1\n", ["auto", "cuda"], ["0", "1"]),
+        (None, "0\n1\n", ["cpu"], [None]),
+        (None, "0\n1\n", ["auto", "cuda:1"], [None]),
+        ("2, 5", "0\n1\n", ["auto"], ["2", "5"]),
+        ("3", "0\n1\n", ["auto"], [None]),
+        ("", "0\n1\n", ["auto"], [None]),
+        ("0,1,-1,2", None, ["auto"], ["0", "1"]),
+        ("1,1,0", None, ["auto"], ["1", "0"]),
+        ("GPU-aa,GPU-bb", None, ["auto"], ["GPU-aa", "GPU-bb"]),
+        (None, "No devices were found\n", ["auto"], [None]),
+    ],
+)
+def test_one_slot_a_visible_gpu_and_one_without(monkeypatch, visible, printed, devices, expected):
+    monkeypatch.setattr(slots, "output_of", lambda *command: printed)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    found = slots.find_slots(devices)
+    assert [slot.get("CUDA_VISIBLE_DEVICES") for slot in found] == expected
+    assert all(("CUDA_DEVICE_ORDER" in slot) == (visible is None and bool(slot)) for slot in found)
+
+
+def test_cells_run_side_by_side_on_their_gpus(sweeps):
+    sweeps.ends = {0: "meet", 1: "meet"}
+    sweeps.variables = {"CUDA_VISIBLE_DEVICES": "4,6"}
+    done = sweeps.run("-m", "seed=0,1,2,3")
+    assert done.code == 0, done.err
+    gpus = {call["seed"]: call["gpus"] for call in sweeps.calls}
+    assert {gpus[0], gpus[1]} == {"4", "6"}
+    assert set(gpus.values()) == {"4", "6"}
+    assert "on GPU 6" in done.out
+
+
+# The scheduler
+
+
+class SilentObserver:
+    def on_start(self, cell, slot):
+        pass
+
+    def on_progress(self, process):
+        pass
+
+    def on_end(self, cell, end, elapsed_s):
+        pass
+
+    def on_stop(self, why, num_running):
+        pass
+
+
+@pytest.fixture
+def build_cell(tmp_path, monkeypatch):
+    """Builds cells whose processes run the fake job, which ends as `how` says."""
+    ends = {}
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), str(REPOSITORY)]))
+    monkeypatch.setenv("FAKE_LOG", str(tmp_path / "calls.jsonl"))
+
+    def build(how, **settings):
+        seed = len(ends)
+        ends[seed] = how
+        monkeypatch.setenv("FAKE_ENDS", json.dumps(ends))
+        config = ExperimentConfig(seed=seed, **settings)
+        return Cell(seed, tmp_path / f"{seed}_cell", (f"seed={seed}",), "command", config, None)
+
+    return build
+
+
+def start(cell, slot):
+    write_cell(cell)
+    return CellProcess(cell, slot)
+
+
+def schedule(*cells, start=start, observer=None, stops=None, stop_grace_s=0.2):
+    observer, stops = observer or SilentObserver(), stops or StopRequests()
+    return Scheduler([{}], start, observer, stops, stop_grace_s=stop_grace_s).run(cells)
+
+
+def test_cell_that_ignores_its_time_out_is_killed(build_cell):
+    cell = build_cell("ignore_signals", cell_timeout_s=1.5)
+    ends = schedule(cell, stop_grace_s=0.5)
+    assert ends[0] == CellEnd("timed_out", "not done after cell_timeout_s=1.5 seconds")
+    assert read_end(cell.folder).status == "timed_out"
+
+
+def test_cell_that_is_held_before_it_wrote_a_status_is_killed_and_its_start_is_known(build_cell):
+    class HoldingObserver(SilentObserver):
+        def on_progress(self, process):
+            os.kill(process.pid, signal.SIGSTOP)
+
+    cell = build_cell("complete", cell_timeout_s=2.0)
+    assert schedule(cell, observer=HoldingObserver())[0].status == "timed_out"
+    status = json.loads((cell.folder / "status.json").read_text())
+    started_at, ended_at = (datetime.fromisoformat(status[key]) for key in ("started_at", "ended_at"))
+    assert (ended_at - started_at).total_seconds() >= 1
+    assert status["pid"] is None
+
+
+def test_cell_that_ignores_a_stop_is_killed_after_its_grace(build_cell):
+    cell, other = build_cell("ignore_signals"), build_cell("complete")
+
+    def interrupt():
+        log = cell.folder / "log.txt"
+        wait_until(lambda: log.exists() and "ignoring" in log.read_text())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with counting_stop_signals() as stops:
+        waiter = threading.Thread(target=interrupt)
+        waiter.start()
+        ends = schedule(cell, other, stops=stops)
+        waiter.join()
+    assert ends == {0: CellEnd("interrupted", "stopped by SIGTERM")}
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "no room"), ResultsError("0 MiB free there")])
+def test_cell_that_cannot_start_does_not_keep_the_next_one(build_cell, error):
+    def start_or_fail(cell, slot):
+        if cell.index == 0:
+            raise error
+        return start(cell, slot)
+
+    ends = schedule(build_cell("complete"), build_cell("complete"), start=start_or_fail)
+    assert ends[0].status == "failed"
+    assert str(error) in ends[0].message
+    assert "the status could not be written" in ends[0].message  # there is no folder
+    assert ends[1].status == "completed"
+
+
+def test_cell_without_a_process_has_that_in_its_folder(build_cell):
+    def no_process(cell, slot):
+        write_cell(cell)
+        raise OSError(errno.EAGAIN, "no process to be had")
+
+    cell = build_cell("complete")
+    schedule(cell, start=no_process)
+    end = read_end(cell.folder)
+    assert (end.status, "could not be started" in end.message) == ("failed", True)
+
+
+def test_error_of_the_sweep_itself_leaves_no_cell_behind(build_cell):
+    pids = []
+
+    class BrokenObserver(SilentObserver):
+        def on_progress(self, process):
+            pids.append(process.pid)
+            if (process.cell.folder / "status.json").exists():
+                raise RuntimeError("a bug")
+
+    cell = build_cell("hang")
+    with pytest.raises(RuntimeError, match="a bug"):
+        schedule(cell, observer=BrokenObserver())
+    assert not is_running(pids[0])
+    assert read_end(cell.folder).status == "interrupted"
+
+
+# Signals
+
+
+@pytest.fixture
+def hangup_by_default():
+    """As in a shell, also where nohup has the tests ignore it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hangup_by_default")
+def test_handlers_of_signals_come_back_and_ignored_ones_stay_ignored():
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        with counting_stop_signals() as stops:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert (stops.count, stops.why) == (1, "stopped by SIGHUP")
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_stop_while_the_report_is_made_is_no_crash(monkeypatch, capsys, tmp_path):
+    def conclude(*_):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(sweep_command, "_conclude", conclude)
+    ran = sweep_command._Ran({}, is_stopped=False)
+    assert sweep_command._conclude_unless_stopped(None, None, tmp_path, ran) == 130
+    assert capsys.readouterr().out.startswith("stopped by SIGTERM after the last cell")
