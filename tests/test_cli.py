@@ -398,47 +398,38 @@ def test_bad_configuration_is_one_message_and_leaves_nothing(run, experiment, ar
     assert list(Path.cwd().iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("text", "fragments"),
-    [
-        ("name: own\nname_or_path: x\ndtpye: auto\n", ["model/own.yaml", "'model.dtype'"]),
-        ("name: own\ndefault_max_new_tokens: many\n", ["model/own.yaml", "must be an integer"]),
-        ("name: [a\n", ["own.yaml", "line"]),
-        ("- a\n", ["model/own"]),
-        ("name_or_path: x\n", ["model.name is not set"]),
-        ("name: own\n", ["model.name_or_path is not set"]),
-        ("defaults:\n  - override /dataset: gsm8k\nname: own\n", ["model/own", "override dataset"]),
-    ],
-)
-def test_bad_own_yaml_is_one_message(run, tmp_path, text, fragments):
-    folder = tmp_path / "own"
-    (folder / "model").mkdir(parents=True)
-    (folder / "model" / "own.yaml").write_text(text)
-    result = run("--config-dir", str(folder), "model=own")
-    assert result.code == 2
-    for fragment in fragments:
-        assert fragment in result.err
-    assert "Traceback" not in result.err
-    assert list(Path.cwd().iterdir()) == []
+OWN_MODEL, OWN_EXPERIMENT = "model/own.yaml", "experiment/own.yaml"
+GLOBAL = "# @package _global_\n"
 
 
 @pytest.mark.parametrize(
-    ("text", "fragments"),
+    ("file", "text", "fragments"),
     [
-        ("num_rounds: 2\n", ["experiment/own.yaml: begin it with the line '# @package _global_'"]),
+        (OWN_MODEL, "name: own\nname_or_path: x\ndtpye: auto\n", [OWN_MODEL, "'model.dtype'"]),
+        (OWN_MODEL, "name: own\ndefault_max_new_tokens: many\n", [OWN_MODEL, "must be an integer"]),
+        (OWN_MODEL, "name: [a\n", ["own.yaml", "line"]),
+        (OWN_MODEL, "- a\n", ["model/own"]),
+        (OWN_MODEL, "name_or_path: x\n", ["model.name is not set"]),
+        (OWN_MODEL, "name: own\n", ["model.name_or_path is not set"]),
         (
-            "# @package _global_\ncache: small\n",
-            ["experiment/own.yaml: cache is a group", "- override /cache: small"],
+            OWN_MODEL,
+            "defaults:\n  - override /dataset: gsm8k\nname: own\n",
+            ["model/own", "override dataset"],
         ),
-        ("# @package _global_\nnum_round: 2\n", ["experiment/own.yaml: there is no setting num_round."]),
+        (OWN_EXPERIMENT, "num_rounds: 2\n", [f"{OWN_EXPERIMENT}: begin it with the line '{GLOBAL.strip()}'"]),
+        (OWN_EXPERIMENT, f"{GLOBAL}cache: small\n", [f"{OWN_EXPERIMENT}: cache is a group", "/cache: small"]),
+        (OWN_EXPERIMENT, f"{GLOBAL}num_round: 2\n", [f"{OWN_EXPERIMENT}: there is no setting num_round."]),
     ],
 )
-def test_bad_own_experiment_says_what_to_write(run, tmp_path, text, fragments):
-    (tmp_path / "own" / "experiment").mkdir(parents=True)
-    (tmp_path / "own" / "experiment" / "own.yaml").write_text(text)
-    result = run("--config-dir", str(tmp_path / "own"), "experiment=own")
+def test_bad_own_yaml_is_one_message(run, tmp_path, file, text, fragments):
+    path = tmp_path / "own" / file
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    result = run("--config-dir", str(tmp_path / "own"), f"{path.parent.name}=own")
     assert result.code == 2
     assert all(fragment in result.err for fragment in fragments), result.err
+    assert "Traceback" not in result.err
+    assert list(Path.cwd().iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["experiment/rollout_32", "model/tiny", "hydra/launcher/slurm", "config"])
