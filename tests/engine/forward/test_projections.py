@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from contextlib import contextmanager
 
 import pytest
@@ -90,6 +91,7 @@ class OddAttention(nn.Module):
 
     def forward(self, x):
         value = self.v_proj(x)
+        self.last_value = weakref.ref(value)
         if self.fails:
             raise RuntimeError("in the middle")
         return torch.cat([value, self.k_proj(2 * x), self.q_proj(x), self.k_proj(x)], dim=-1)
@@ -100,6 +102,7 @@ def test_any_order_and_any_input_is_right():
     x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
     with torch.no_grad(), fused(attention):
         fused_output = attention(x)
+        assert attention.last_value() is None, "a product outlives its block's forward"
         x.neg_()
         negated = attention(x)
         attention.k_proj(x)
