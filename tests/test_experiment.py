@@ -20,9 +20,9 @@ from cbexp.config import (
     TrackingConfig,
 )
 from cbexp.dataset.completion_limits import draw_limits
+from cbexp.display import ProgressDisplay
 from cbexp.engine import SyncCBDriver
 from cbexp.experiment import run_experiment
-from cbexp.job import Job
 from cbexp.rounds import RoundRunner
 from cbexp.sweep.stop_signals import interrupting_by_stop_signals
 
@@ -188,7 +188,7 @@ def test_dry_run_loads_and_writes_nothing(tmp_path, monkeypatch, capsys):
             {"compile": CompileConfig(mode="cuda_graph"), "driver": DriverConfig(name="manager")},
             "not_applicable",
             "not_applicable",
-            "CUDA graphs",
+            "needs a CUDA device",
         ),
         ({"model": ModelConfig(name_or_path="/no/such/folder")}, "failed", "failed", "/no/such/folder"),
     ],
@@ -206,14 +206,14 @@ def test_what_cannot_run_is_one_message(tmp_path, capsys, changes, status, recor
 
 
 def break_after_steps(monkeypatch, num_steps, error):
-    original = Job._on_step
+    original = ProgressDisplay.on_step
 
     def on_step(self, step_index, info):
         original(self, step_index, info)
         if step_index >= num_steps:
             raise error
 
-    monkeypatch.setattr(Job, "_on_step", on_step)
+    monkeypatch.setattr(ProgressDisplay, "on_step", on_step)
 
 
 def test_interrupt_keeps_what_was_finished(tmp_path, whole, monkeypatch):
