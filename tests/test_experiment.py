@@ -26,7 +26,7 @@ from cbexp.experiment import run_experiment
 from cbexp.rounds import RoundRunner
 from cbexp.sweep.stop_signals import interrupting_by_stop_signals
 
-PEERS = ["manager", "generate"]
+OTHERS = ["manager", "generate"]
 BURSTS = CompileConfig(batch_shape="buckets", buckets=[4, 8], max_burst=8)
 
 
@@ -105,7 +105,7 @@ def test_summary_says_how_decoding_went(whole):
     assert engine["compile_cache"] is None
 
 
-@pytest.mark.parametrize("driver", PEERS)
+@pytest.mark.parametrize("driver", OTHERS)
 def test_every_driver_does_the_same_work(tmp_path, whole, driver):
     outcome = run(tmp_path, driver=DriverConfig(name=driver))
     assert outcome.status == "completed", outcome.message
@@ -135,7 +135,7 @@ def test_fixed_length_run_counts_equal_work(tmp_path):
     assert outcome.summary["num_short"] == 0
 
 
-@pytest.mark.parametrize("driver", ["sync", *PEERS])
+@pytest.mark.parametrize("driver", ["sync", *OTHERS])
 def test_every_prompt_has_its_own_limit(tmp_path, driver):
     sampling = SamplingConfig(max_new_tokens=20, median_new_tokens=8, ignore_eos=True, new_tokens_seed=3407)
     outcome = run(tmp_path, sampling=sampling, num_generations=2, driver=DriverConfig(name=driver))
