@@ -116,37 +116,43 @@ def count_split(split: arithmetic.Split) -> int:
     return num_questions
 
 
-@pytest.mark.parametrize("text", ["47+85: 7+5=12 4+8+1=13\n= 132", "= 132", "= 132\n", "steps\n= 132  "])
-def test_right_answers(text: str) -> None:
-    assert verify_answer(text, 132)
-
-
-def test_negative_answers() -> None:
-    assert verify_answer("12-90: -(90-12) 10-2=8 9-1-1=7\n= -78", -78)
-    assert not verify_answer("12-90: -(90-12) 10-2=8 9-1-1=7\n= 78", -78)
-
-
 @pytest.mark.parametrize(
-    "text",
+    ("text", "answer"),
     [
-        "",
-        "   \n",
-        "132",
-        "= 131",
-        "= 13",
-        "= 1322",
-        "= -132",
-        "= 132 or so",
-        "= 132\n= 7",
-        "= 132\n132-7:",
-        "47+85=132",
-        "47+85: 7+5=12 4+8+1=132",
-        "= 132.0",
-        "= 1 32",
-        "= ١٣٢",
-        "= 132<|im_end|>",
-        "= " + "1" * 5000,
+        ("47+85: 7+5=12 4+8+1=13\n= 132", 132),
+        ("= 132\n", 132),
+        ("steps\n= 132  ", 132),
+        ("12-90: -(90-12) 10-2=8 9-1-1=7\n= -78", -78),
     ],
 )
+def test_right_answers(text: str, answer: int) -> None:
+    assert verify_answer(text, answer)
+    assert not verify_answer(text, -answer)
+
+
+WRONG = [
+    "",
+    "   \n",
+    "132",
+    "= 131",
+    "= 13",
+    "= 1322",
+    "= -132",
+    "= 132 or so",
+    "= 132\n= 7",
+    "= 132\n132-7:",
+]
+WRONG += [
+    "47+85=132",
+    "47+85: 7+5=12 4+8+1=132",
+    "= 132.0",
+    "= 1 32",
+    "= ١٣٢",
+    "= 132<|im_end|>",
+    "= " + "1" * 5000,
+]
+
+
+@pytest.mark.parametrize("text", WRONG, ids=lambda text: text[:20])
 def test_wrong_and_malformed_answers(text: str) -> None:
     assert not verify_answer(text, 132)

@@ -9,21 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.model_fixtures import TINY
+
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "scripts"
-TINY = {
-    "num_hidden_layers": 2,
-    "max_window_layers": 2,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 200,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-TINY_OVERRIDES = [f"--override=model.architecture.{key}={value}" for key, value in TINY.items()]
+SIZES = TINY | {"max_window_layers": 2, "vocab_size": 200, "bos_token_id": 1, "eos_token_id": 2}
+del SIZES["max_position_embeddings"]
+TINY_OVERRIDES = [f"--override=model.architecture.{key}={value}" for key, value in SIZES.items()]
 
 
 @pytest.fixture
@@ -125,23 +117,15 @@ def launches(load_script):
 
 def test_kernels_are_counted_by_step_and_layer(load_script, launches):
     rows = load_script("kernel_profile").summarize_kernels(launches, num_steps=2, num_layers=3)
-    figures = [
-        (row["kernel"], row["calls_per_step"], row["us_per_step"], row["us_per_layer"]) for row in rows
-    ]
-    assert figures == [
-        ("gemm", 6, 120, 40),
-        ("paged_attention", 3, 60, 20),
-        ("head", 1, 50, None),
-    ]
+    names = ("kernel", "calls_per_step", "us_per_step", "us_per_layer")
+    figures = [tuple(row[name] for name in names) for row in rows]
+    assert figures == [("gemm", 6, 120, 40), ("paged_attention", 3, 60, 20), ("head", 1, 50, None)]
 
 
 def test_the_kernels_of_a_layer_are_told_apart_by_their_place(load_script, launches):
     rows = load_script("kernel_profile").summarize_layer(launches, num_steps=2, num_layers=3)
-    assert [(row["kernel"], row["us"]) for row in rows] == [
-        ("paged_attention", 20),
-        ("gemm", 30),
-        ("gemm", 10),
-    ]
+    kernels = [(row["kernel"], row["us"]) for row in rows]
+    assert kernels == [("paged_attention", 20), ("gemm", 30), ("gemm", 10)]
     assert all(row["gap_before_us"] == pytest.approx(1) for row in rows)
     assert load_script("kernel_profile").summarize_layer(launches[:3], 2, 3) == []
 

@@ -94,12 +94,11 @@ def test_a_job_returns_the_objective_of_a_search(summary, expected):
 
 def test_single_run_has_its_settings_and_a_folder_of_its_own_where_it_was_launched(run, experiment):
     arguments = ["experiment=smoke", "model=qwen3_4b", "num_rounds=2"]
-    for _ in range(2):
-        assert (run(*arguments).code, run(*arguments).err) == (0, "")
-    first, second, *_ = experiment.calls
-    assert (first.config.model.name, first.config.num_rounds, first.config.dataset.num_prompts) == (
-        "qwen3_4b", 2, 4,
-    )  # fmt: skip
+    results = [run(*arguments) for _ in range(2)]
+    assert [(result.code, result.err) for result in results] == [(0, "")] * 2
+    first, second = experiment.calls
+    chosen = first.config
+    assert (chosen.model.name, chosen.num_rounds, chosen.dataset.num_prompts) == ("qwen3_4b", 2, 4)
     assert (first.overrides, first.sweep, first.cwd) == (arguments, None, Path.cwd())
     assert first.run_dir.parent == Path.cwd() / "outputs" / "smoke"
     assert first.run_dir != second.run_dir
@@ -278,120 +277,108 @@ def test_keyboard_interrupt_stops_a_sweep(run, experiment):
 
 # Bad configuration
 
+# A command line, and what its message has.
+BAD_COMMANDS = [
+    ("modle=tiny", "modle=tiny", "Did you mean 'model'?"),
+    ("seed=1 seed=1", "seed=1 seed=1: seed is given twice"),
+    ("-m seed=1,2 num_rounds=2 seed=3", "seed=1,2 seed=3: seed is given twice"),
+    ("driver=generate -m seed=1,2 driver=sync,manager", "driver is given twice"),
+    ("+tracking.group=a ++tracking.group=b", "tracking.group is given twice"),
+    ("model=tinny", "model=tinny is not a choice", "Did you mean 'tiny'?", "qwen3_4b"),
+    ("model.dtpye=auto", "model.dtpye=auto", "'model.dtype'", "Allowed in model: name,"),
+    ("compile=reduce-overhead", "compile=reduce-overhead", "'reduce_overhead'", "max_autotune"),
+    ("num_round=3", "num_round=3", "'num_rounds'"),
+    ("max_new_tokens=3", "'sampling.max_new_tokens'"),
+    ("num_rounds=abc", "num_rounds=abc", "must be an integer"),
+    ("num_rounds=null", "num_rounds=null", "must be an integer"),
+    ("dataset.num_prompts=1.5", "dataset.num_prompts=1.5", "must be an integer"),
+    ("dry_run=maybe", "dry_run=maybe", "must be true or false"),
+    ("sampling.eos_token_ids=[a]", "sampling.eos_token_ids=[a]", "a list of integers", "or null"),
+    ("tracking.tags=a", "tracking.tags=a", "a list of text"),
+    ("cache.max_memory_fraction=most", "must be a number"),
+    ("model.init.x=3", "model.init.x=3", "model.init must be text"),
+    ("num_rounds", "num_rounds: settings are written as key=value"),
+    ("model.name=[a", "model.name=[a: cannot be read"),
+    ("+foo=3", "+foo", "there is no setting foo"),
+    ("compile.region=layer", "there is no setting compile.region any more", "whole model", "Remove it"),
+    ("+model.foo=3", "+model.foo", "there is no setting model.foo", "Allowed in model"),
+    ("model=null", "model=null is not a choice"),
+    ("+model=3", "model=3 is not a choice"),
+    ("hydra/launcher=null", "hydra/launcher=null is not a choice", "slurm"),
+    ("-m cache=small,3", "cache=3 is not a choice", "large"),
+    ("-m cache=small,null", "cache=null is not a choice", "large"),
+    ("-m cache=small,[a]", "cache=[a] is not a choice", "large"),
+    ("-m driver=true,sync", "driver=True is not a choice", "generate"),
+    ("-m experiment=3,smoke", "experiment=3 is not a choice", "none", "rollout_32"),
+    ("hydra.sweeper.params.seed='1,2'", "hydra.sweeper.params.seed='1,2'", "-m seed=1,2"),
+    ("-m +hydra.sweeper.params.seed='1,2'", "hydra.sweeper.params.seed='1,2'", "-m seed=1,2"),
+    ("model=[a,b]", "model=[a,b] is not a choice"),
+    ("~model", "model.name is not set"),
+    ("seed=1,2", "seed=1,2", "add -m"),
+    ("hydra.foo=3", "hydra.foo", "--hydra-help"),
+    ("model=hf", "model.name_or_path is not set", "model.name_or_path=org/name"),
+    ("dataset.chat_template_kwargs.enable_thinking=false", "++dataset.chat_template_kwargs.enable_thinking="),
+    ("model=qwen3_4b ++model.architecture.num_hidden_layers=2", "model.init=random"),
+    ("stats_path=${nope}", "stats_path=${nope}", "'nope' not found"),
+    ("hydra.run.dir=${nope}", "hydra.run.dir=${nope}", "'nope' not found"),
+    ("--config-dir nowhere", "--config-dir=nowhere", "no such folder"),
+    ("--config-path conf", "--config-path=conf", "--config-dir"),
+    ("--config-name nope", "nope"),
+    ("--experimental-rerun config.pickle", "--experimental-rerun", "overrides"),
+    ("experiment=compile_modes hydra.mode=RUN", "add -m"),
+    ("-m seed=interval(0,1)", "INTERVAL"),
+    ("-m seed=1,2 hydra.launcher._target_=x.Y", "hydra/launcher", "basic"),
+    ("-m seed=1,2 stats_path=s.json", "stats_path=s.json", "overwrite", "${hydra:job.num}"),
+    ("-m model=tiny,tinny", "job 1 of 2", "model=tinny", "'tiny'"),
+    ("-m num_rounds=1,0", "job 1 of 2 (num_rounds=0)", "at least 1"),
+    ("experiment=compile_modes compile=eager,kuda_graph", "job 1 of 2", "'cuda_graph'"),
+    ("-m seed=1,2 resume=latest", "there is no sweep in outputs/default"),
+    ("-m seed=1,2 resume=nowhere", "resume=nowhere: there is no such folder"),
+    ("-m seed=1,2 resume=.", "this is no sweep's folder"),
+    ("-m seed=1,2 resume=", "resume is not set"),
+    ("seed=1 resume=latest", "this is a setting of a sweep"),
+    ("seed=1 cell_timeout_s=3", "this is a setting of a sweep"),
+    ("-m seed=1,2 resume_force=true", "no effect without resume"),
+    ("-m seed=1,2 resume=latest dry_run=true", "no effect with dry_run=true"),
+    ("-m seed=1,2 isolation=none cell_timeout_s=3", "no effect with isolation=none"),
+    ("-m seed=1,2 cell_timeout_s=0", "cell_timeout_s=0"),
+    ("-m seed=1,2 isolation=thread", "isolation=thread is not a choice"),
+    ("-m seed=1,2 isolation=none hydra/launcher=slurm", "isolation=none has no effect"),
+    ("-m seed=1,2 dry_run=true hydra/launcher=slurm", "dry_run=true looks at this machine"),
+    ("-m seed=1,2 hydra/sweeper=optuna", "hydra/sweeper=optuna is not a choice", "basic"),
+    ("-m seed=range(0,0) num_rounds=1,2", "seed=range(0,0): this means no value"),
+    ("-m experiment=glob(nope*)", "experiment=glob(nope*): this means no value"),
+    ("=1", "'=1': settings are written as key=value"),
+    ("", "'': settings are written as key=value"),
+    ("-m seed=1,2 hydra.sweep.dir=", "hydra.sweep.dir=. must name a folder"),
+    ("-m isolation=none,process", "isolation is a setting of the whole sweep"),
+    ("-m seed=1,2,1", "(seed=1 isolation=none) are the same cell. num_rounds repeats"),
+    ("-m tracking.group=a,b", "are the same cell: they differ in tracking.group alone"),
+    ("-m tracking=offline,disabled", "they differ in tracking.mode alone, and that is no part of"),
+    ("-m name=a,b", "they differ in name alone, and that is no part of what a cell is"),
+    (
+        "-m cell_timeout_s=1,2",
+        "job 0 (cell_timeout_s=1) and job 1 (cell_timeout_s=2)",
+        "they differ in cell_timeout_s alone",
+    ),
+    ("-m seed=1,2 hydra.sweep.subdir=x", "would share a folder"),
+    ("-m seed=1,2 hydra.sweeper.max_batch_size=1", "max_batch_size has no effect", "array_parallelism"),
+    ("-m seed=1,2 hydra.sweep.subdir=../${hydra.job.num}", "must be a folder of its own inside"),
+    ("-m seed=1 hydra.sweep.subdir=.", "must be a folder of its own inside"),
+    ("-m seed=1 hydra.sweep.subdir=sweep.json/${seed}", "must be a folder of its own inside"),
+    (
+        "-m dataset.system_prompt=x/y,x hydra.sweep.subdir=${dataset.system_prompt}",
+        "hydra.sweep.subdir=x/y",
+        "share a folder, x.",
+    ),
+    ("-m seed=1,2 tracking.tags=['\udcff']", "no valid UTF-8"),
+]
 
-@pytest.mark.parametrize(
-    ("arguments", "fragments"),
-    [
-        (["modle=tiny"], ["modle=tiny", "Did you mean 'model'?"]),
-        (["seed=1", "seed=1"], ["seed=1 seed=1: seed is given twice"]),
-        (["-m", "seed=1,2", "num_rounds=2", "seed=3"], ["seed=1,2 seed=3: seed is given twice"]),
-        (["driver=generate", "-m", "seed=1,2", "driver=sync,manager"], ["driver is given twice"]),
-        (["+tracking.group=a", "++tracking.group=b"], ["tracking.group is given twice"]),
-        (["model=tinny"], ["model=tinny is not a choice", "Did you mean 'tiny'?", "qwen3_4b"]),
-        (["model.dtpye=auto"], ["model.dtpye=auto", "'model.dtype'", "Allowed in model: name,"]),
-        (["compile=reduce-overhead"], ["compile=reduce-overhead", "'reduce_overhead'", "max_autotune"]),
-        (["num_round=3"], ["num_round=3", "'num_rounds'"]),
-        (["max_new_tokens=3"], ["'sampling.max_new_tokens'"]),
-        (["num_rounds=abc"], ["num_rounds=abc", "must be an integer"]),
-        (["num_rounds=null"], ["num_rounds=null", "must be an integer"]),
-        (["dataset.num_prompts=1.5"], ["dataset.num_prompts=1.5", "must be an integer"]),
-        (["dry_run=maybe"], ["dry_run=maybe", "must be true or false"]),
-        (["sampling.eos_token_ids=[a]"], ["sampling.eos_token_ids=[a]", "a list of integers", "or null"]),
-        (["tracking.tags=a"], ["tracking.tags=a", "a list of text"]),
-        (["cache.max_memory_fraction=most"], ["must be a number"]),
-        (["model.init.x=3"], ["model.init.x=3", "model.init must be text"]),
-        (["num_rounds"], ["num_rounds: settings are written as key=value"]),
-        (["model.name=[a"], ["model.name=[a: cannot be read"]),
-        (["+foo=3"], ["+foo", "there is no setting foo"]),
-        (
-            ["compile.region=layer"],
-            ["there is no setting compile.region any more", "whole model", "Remove it"],
-        ),
-        (["+model.foo=3"], ["+model.foo", "there is no setting model.foo", "Allowed in model"]),
-        (["model=null"], ["model=null is not a choice"]),
-        (["+model=3"], ["model=3 is not a choice"]),
-        (["hydra/launcher=null"], ["hydra/launcher=null is not a choice", "slurm"]),
-        (["-m", "cache=small,3"], ["cache=3 is not a choice", "large"]),
-        (["-m", "cache=small,null"], ["cache=null is not a choice", "large"]),
-        (["-m", "cache=small,[a]"], ["cache=[a] is not a choice", "large"]),
-        (["-m", "driver=true,sync"], ["driver=True is not a choice", "generate"]),
-        (["-m", "experiment=3,smoke"], ["experiment=3 is not a choice", "none", "rollout_32"]),
-        (["hydra.sweeper.params.seed='1,2'"], ["hydra.sweeper.params.seed='1,2'", "-m seed=1,2"]),
-        (["-m", "+hydra.sweeper.params.seed='1,2'"], ["hydra.sweeper.params.seed='1,2'", "-m seed=1,2"]),
-        (["model=[a,b]"], ["model=[a,b] is not a choice"]),
-        (["~model"], ["model.name is not set"]),
-        (["seed=1,2"], ["seed=1,2", "add -m"]),
-        (["hydra.foo=3"], ["hydra.foo", "--hydra-help"]),
-        (["model=hf"], ["model.name_or_path is not set", "model.name_or_path=org/name"]),
-        (
-            ["dataset.chat_template_kwargs.enable_thinking=false"],
-            ["++dataset.chat_template_kwargs.enable_thinking="],
-        ),
-        (["model=qwen3_4b", "++model.architecture.num_hidden_layers=2"], ["model.init=random"]),
-        (["stats_path=${nope}"], ["stats_path=${nope}", "'nope' not found"]),
-        (["hydra.run.dir=${nope}"], ["hydra.run.dir=${nope}", "'nope' not found"]),
-        (["--config-dir", "nowhere"], ["--config-dir=nowhere", "no such folder"]),
-        (["--config-path", "conf"], ["--config-path=conf", "--config-dir"]),
-        (["--config-name", "nope"], ["nope"]),
-        (["--experimental-rerun", "config.pickle"], ["--experimental-rerun", "overrides"]),
-        (["experiment=compile_modes", "hydra.mode=RUN"], ["add -m"]),
-        (["-m", "seed=interval(0,1)"], ["INTERVAL"]),
-        (["-m", "seed=1,2", "hydra.launcher._target_=x.Y"], ["hydra/launcher", "basic"]),
-        (["-m", "seed=1,2", "stats_path=s.json"], ["stats_path=s.json", "overwrite", "${hydra:job.num}"]),
-        (["-m", "model=tiny,tinny"], ["job 1 of 2", "model=tinny", "'tiny'"]),
-        (["-m", "num_rounds=1,0"], ["job 1 of 2 (num_rounds=0)", "at least 1"]),
-        (["experiment=compile_modes", "compile=eager,kuda_graph"], ["job 1 of 2", "'cuda_graph'"]),
-        (["-m", "seed=1,2", "resume=latest"], ["there is no sweep in outputs/default"]),
-        (["-m", "seed=1,2", "resume=nowhere"], ["resume=nowhere: there is no such folder"]),
-        (["-m", "seed=1,2", "resume=."], ["this is no sweep's folder"]),
-        (["-m", "seed=1,2", "resume="], ["resume is not set"]),
-        (["seed=1", "resume=latest"], ["this is a setting of a sweep"]),
-        (["seed=1", "cell_timeout_s=3"], ["this is a setting of a sweep"]),
-        (["-m", "seed=1,2", "resume_force=true"], ["no effect without resume"]),
-        (["-m", "seed=1,2", "resume=latest", "dry_run=true"], ["no effect with dry_run=true"]),
-        (["-m", "seed=1,2", "isolation=none", "cell_timeout_s=3"], ["no effect with isolation=none"]),
-        (["-m", "seed=1,2", "cell_timeout_s=0"], ["cell_timeout_s=0"]),
-        (["-m", "seed=1,2", "isolation=thread"], ["isolation=thread is not a choice"]),
-        (
-            ["-m", "seed=1,2", "isolation=none", "hydra/launcher=slurm"],
-            ["isolation=none has no effect"],
-        ),
-        (["-m", "seed=1,2", "dry_run=true", "hydra/launcher=slurm"], ["dry_run=true looks at this machine"]),
-        (["-m", "seed=1,2", "hydra/sweeper=optuna"], ["hydra/sweeper=optuna is not a choice", "basic"]),
-        (["-m", "seed=range(0,0)", "num_rounds=1,2"], ["seed=range(0,0): this means no value"]),
-        (["-m", "experiment=glob(nope*)"], ["experiment=glob(nope*): this means no value"]),
-        (["=1"], ["'=1': settings are written as key=value"]),
-        ([""], ["'': settings are written as key=value"]),
-        (["-m", "seed=1,2", "hydra.sweep.dir="], ["hydra.sweep.dir=. must name a folder"]),
-        (["-m", "isolation=none,process"], ["isolation is a setting of the whole sweep"]),
-        (["-m", "seed=1,2,1"], ["(seed=1 isolation=none) are the same cell. num_rounds repeats"]),
-        (["-m", "tracking.group=a,b"], ["are the same cell: they differ in tracking.group alone"]),
-        (["-m", "tracking=offline,disabled"], ["they differ in tracking.mode alone, and that is no part of"]),
-        (["-m", "name=a,b"], ["they differ in name alone, and that is no part of what a cell is"]),
-        (
-            ["-m", "cell_timeout_s=1,2"],
-            ["job 0 (cell_timeout_s=1) and job 1 (cell_timeout_s=2)", "they differ in cell_timeout_s alone"],
-        ),
-        (["-m", "seed=1,2", "hydra.sweep.subdir=x"], ["would share a folder"]),
-        (
-            ["-m", "seed=1,2", "hydra.sweeper.max_batch_size=1"],
-            ["max_batch_size has no effect", "array_parallelism"],
-        ),
-        (
-            ["-m", "seed=1,2", "hydra.sweep.subdir=../${hydra.job.num}"],
-            ["must be a folder of its own inside"],
-        ),
-        (["-m", "seed=1", "hydra.sweep.subdir=."], ["must be a folder of its own inside"]),
-        (["-m", "seed=1", "hydra.sweep.subdir=sweep.json/${seed}"], ["must be a folder of its own inside"]),
-        (
-            ["-m", "dataset.system_prompt=x/y,x", "hydra.sweep.subdir=${dataset.system_prompt}"],
-            ["hydra.sweep.subdir=x/y", "share a folder, x."],
-        ),
-        (["-m", "seed=1,2", "tracking.tags=['\udcff']"], ["no valid UTF-8"]),
-    ],
-)
-def test_bad_configuration_is_one_message_and_leaves_nothing(run, experiment, arguments, fragments):
-    result = run(*arguments)
+
+@pytest.mark.parametrize("case", BAD_COMMANDS, ids=lambda case: case[0])
+def test_bad_configuration_is_one_message_and_leaves_nothing(run, experiment, case):
+    command, *fragments = case
+    result = run(*command.split(" "))
     assert result.code == 2
     for fragment in fragments:
         assert fragment in result.err
@@ -402,47 +389,34 @@ def test_bad_configuration_is_one_message_and_leaves_nothing(run, experiment, ar
     assert list(Path.cwd().iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("text", "fragments"),
-    [
-        ("name: own\nname_or_path: x\ndtpye: auto\n", ["model/own.yaml", "'model.dtype'"]),
-        ("name: own\ndefault_max_new_tokens: many\n", ["model/own.yaml", "must be an integer"]),
-        ("name: [a\n", ["own.yaml", "line"]),
-        ("- a\n", ["model/own"]),
-        ("name_or_path: x\n", ["model.name is not set"]),
-        ("name: own\n", ["model.name_or_path is not set"]),
-        ("defaults:\n  - override /dataset: gsm8k\nname: own\n", ["model/own", "override dataset"]),
-    ],
-)
-def test_bad_own_yaml_is_one_message(run, tmp_path, text, fragments):
-    folder = tmp_path / "own"
-    (folder / "model").mkdir(parents=True)
-    (folder / "model" / "own.yaml").write_text(text)
-    result = run("--config-dir", str(folder), "model=own")
-    assert result.code == 2
-    for fragment in fragments:
-        assert fragment in result.err
-    assert "Traceback" not in result.err
-    assert list(Path.cwd().iterdir()) == []
+OWN_MODEL, OWN_EXPERIMENT = "model/own.yaml", "experiment/own.yaml"
+GLOBAL = "# @package _global_\n"
 
 
 @pytest.mark.parametrize(
-    ("text", "fragments"),
+    ("file", "text", "fragments"),
     [
-        ("num_rounds: 2\n", ["experiment/own.yaml: begin it with the line '# @package _global_'"]),
-        (
-            "# @package _global_\ncache: small\n",
-            ["experiment/own.yaml: cache is a group", "- override /cache: small"],
-        ),
-        ("# @package _global_\nnum_round: 2\n", ["experiment/own.yaml: there is no setting num_round."]),
+        (OWN_MODEL, "name: own\nname_or_path: x\ndtpye: auto\n", [OWN_MODEL, "'model.dtype'"]),
+        (OWN_MODEL, "name: own\ndefault_max_new_tokens: many\n", [OWN_MODEL, "must be an integer"]),
+        (OWN_MODEL, "name: [a\n", ["own.yaml", "line"]),
+        (OWN_MODEL, "- a\n", ["model/own"]),
+        (OWN_MODEL, "name_or_path: x\n", ["model.name is not set"]),
+        (OWN_MODEL, "name: own\n", ["model.name_or_path is not set"]),
+        (OWN_MODEL, "defaults:\n  - override /dataset: gsm8k\n", ["model/own", "override dataset"]),
+        (OWN_EXPERIMENT, "num_rounds: 2\n", [f"{OWN_EXPERIMENT}: begin it with the line '{GLOBAL.strip()}'"]),
+        (OWN_EXPERIMENT, f"{GLOBAL}cache: small\n", [f"{OWN_EXPERIMENT}: cache is a group", "/cache: small"]),
+        (OWN_EXPERIMENT, f"{GLOBAL}num_round: 2\n", [f"{OWN_EXPERIMENT}: there is no setting num_round."]),
     ],
 )
-def test_bad_own_experiment_says_what_to_write(run, tmp_path, text, fragments):
-    (tmp_path / "own" / "experiment").mkdir(parents=True)
-    (tmp_path / "own" / "experiment" / "own.yaml").write_text(text)
-    result = run("--config-dir", str(tmp_path / "own"), "experiment=own")
+def test_bad_own_yaml_is_one_message(run, tmp_path, file, text, fragments):
+    path = tmp_path / "own" / file
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    result = run("--config-dir", str(tmp_path / "own"), f"{path.parent.name}=own")
     assert result.code == 2
     assert all(fragment in result.err for fragment in fragments), result.err
+    assert "Traceback" not in result.err
+    assert list(Path.cwd().iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["experiment/rollout_32", "model/tiny", "hydra/launcher/slurm", "config"])

@@ -190,21 +190,13 @@ DIFFERING = {"are_rounds_identical": False, "num_differing_requests": 1}
     ("reasons", "changes", "expected"),
     [
         ("eos", STATS, "device idle 3.4 %"),
-        (
-            "eos",
-            STATS,
-            "compiled in 12.5 s, 9 graphs captured in 750 ms; 2 skipped cudagraphs; 1,234 replays",
-        ),
+        ("eos", STATS, "compiled in 12.5 s, 9 graphs captured in 750 ms; 2 skipped cudagraphs; 1,234"),
         ("eos", WITHOUT_GRAPHS, "compiled in 12.5 s memory"),
         ("eos", ROOFLINE, "decode at 71.0 % of the memory limit (4.30 TB/s)"),
         ("length length", FIXED, "24 output tokens a round, fixed length 12"),
         ("length", LIMITED, "12 output tokens a round, fixed lengths of up to 12"),
         ("length", FIXED | {"num_short": 4}, "4 request(s) SHORT of the fixed length 12"),
-        (
-            "eos eos",
-            DIFFERING,
-            "NOT identical: the completions of 1 of 2 requests differ between timed rounds",
-        ),
+        ("eos eos", DIFFERING, "NOT identical: the completions of 1 of 2 requests differ between timed"),
         ("eos failed lost", {}, "but 2 FAILED and 2 LOST of 6 requests"),
     ],
 )

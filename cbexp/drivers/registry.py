@@ -80,9 +80,7 @@ class DriverKind:
             return
         choices = " or ".join(("auto", *self.compile_modes))
         other = next((f", or driver={kind.name}" for kind in _KINDS if mode in kind.compile_modes), "")
-        raise EngineError(
-            f"compile.mode={mode} does not work with driver={self.name}: use {choices}{other}."
-        )
+        raise EngineError(f"compile.mode={mode} does not work with driver={self.name}: use {choices}{other}.")
 
     def find_unread(self) -> dict[str, str]:
         """Return the settings that the driver does not read, each with the reason as half a sentence."""

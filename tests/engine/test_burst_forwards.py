@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cbexp.engine.step_loop import StepLoop
 
 from cbexp.engine import EngineError
-from cbexp.engine.step_loop import StepLoop
 from tests.engine.driving import drive
 
 

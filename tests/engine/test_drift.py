@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from cbexp.engine.model_forward import ModelForward
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import cbexp
 from cbexp.dataset.arithmetic import build_questions
 from cbexp.engine import decode_model
-from cbexp.engine.model_forward import ModelForward
 from cbexp.engine.sampling import choose_best
 
 FOLDER = Path(cbexp.__file__).parent / "assets" / "tiny"

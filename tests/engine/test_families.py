@@ -10,8 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from cbexp.engine import UnsupportedModelError
-from cbexp.engine.support import find_architecture_problem
-from cbexp.engine.support import require_supported_model
+from cbexp.engine.support import find_architecture_problem, require_supported_model
 
 NUM_NEW = 20
 PROMPT_LENGTHS = (1, 7, 15, 16, 17, 45)

@@ -8,10 +8,10 @@ import time
 
 import pytest
 import torch
-
 from cbexp.engine.cuda_graphs import GraphReplay
 from cbexp.engine.device_idle import DeviceIdle
 from cbexp.engine.paged_engine import PagedEngine
+
 from cbexp.engine.settings import GRAPH_TREE_MODES
 from tests.engine.driving import drive
 

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.engine.driving import drive
+
 
 @pytest.fixture
 def driver(shared_model, make_driver):
@@ -13,6 +15,9 @@ def driver(shared_model, make_driver):
 
 
 BAD_PROMPTS = {
+    "no list": (None, r"prompt_ids_list=None is a NoneType: it must be a list of prompts"),
+    "a number": (5, r"prompt_ids_list=5 is a int: it must be a list of prompts"),
+    "a generator": (([1] for _ in range(2)), r"prompt_ids_list=.* is a generator: it must be a list"),
     "empty": ([[1, 2], []], r"prompts\[1\] is empty"),
     "above the vocabulary": ([[1], [2, 97]], r"prompts\[1\]\[1\] is 97: token ids of this model are 0 to 96"),
     "negative": ([[1], [2], [-1]], r"prompts\[2\]\[0\] is -1"),
@@ -32,33 +37,6 @@ BAD_PROMPTS = {
         r"\(max_position_embeddings\)",
     ),
 }
-
-
-@pytest.mark.parametrize(("prompts", "message"), BAD_PROMPTS.values(), ids=BAD_PROMPTS.keys())
-def test_a_bad_prompt_is_named_and_nothing_is_queued(driver, prompts, message):
-    with pytest.raises(ValueError, match=message):
-        driver.add_requests(prompts)
-    assert driver.drive_until_empty() == {}
-    assert driver.add_requests([[5]]) == ["req_0"]
-
-
-@pytest.mark.parametrize(
-    "prompts", [None, 5, ([1] for _ in range(2))], ids=lambda value: type(value).__name__
-)
-def test_what_is_no_list_of_prompts_is_named(driver, prompts):
-    with pytest.raises(ValueError, match=r"prompt_ids_list=.* is a \w+: it must be a list of prompts"):
-        driver.add_requests(prompts)
-    assert driver.add_requests([[5]]) == ["req_0"]
-
-
-@pytest.mark.parametrize(
-    "limits", [np.int64(3), torch.tensor(3), np.array([3]), torch.tensor([3]), [np.int32(3)]]
-)
-def test_limits_as_numpy_and_torch_have_them(driver, limits):
-    driver.add_requests([[1]], max_new_tokens=limits, num_generations=np.int64(2))
-    assert [len(completion) for completion in driver.drive_until_empty().values()] == [3, 3]
-
-
 BAD_LIMITS = {
     "a float for all": (1.5, r"max_new_tokens=1.5 \(float\) must be an int of at least 1, or a list"),
     "text": ("55", r"max_new_tokens='55' \(str\)"),
@@ -72,49 +50,56 @@ BAD_LIMITS = {
     "too few": ([1], "max_new_tokens has 1 values for 2 prompts"),
     "too many": ([1, 2, 3], "max_new_tokens has 3 values for 2 prompts"),
 }
+BAD = {f"prompts: {name}": ((prompts, {}), message) for name, (prompts, message) in BAD_PROMPTS.items()}
+BAD |= {
+    f"limits: {name}": (([[1], [2]], {"max_new_tokens": limits}), message)
+    for name, (limits, message) in BAD_LIMITS.items()
+}
+BAD |= {
+    f"generations: {number}": (([[1]], {"num_generations": number}), f"num_generations={number}")
+    for number in (0, -1, 1.5, True)
+}
 
 
-@pytest.mark.parametrize(("limits", "message"), BAD_LIMITS.values(), ids=BAD_LIMITS.keys())
-def test_a_bad_limit_is_named_and_nothing_is_queued(driver, limits, message):
+@pytest.mark.parametrize("case", BAD)
+def test_what_cannot_be_served_is_named_and_nothing_is_queued(driver, case):
+    (prompts, kwargs), message = BAD[case]
     with pytest.raises(ValueError, match=message):
-        driver.add_requests([[1], [2]], max_new_tokens=limits)
+        driver.add_requests(prompts, **kwargs)
     assert driver.drive_until_empty() == {}
+    assert driver.add_requests([[5]]) == ["req_0"]
 
 
-@pytest.mark.parametrize("num_generations", [0, -1, 1.5, True])
-def test_a_bad_number_of_generations(driver, num_generations):
-    with pytest.raises(ValueError, match="num_generations"):
-        driver.add_requests([[1]], num_generations=num_generations)
+@pytest.mark.parametrize(
+    "limits", [np.int64(3), torch.tensor(3), np.array([3]), torch.tensor([3]), [np.int32(3)]]
+)
+def test_limits_as_numpy_and_torch_have_them(driver, limits):
+    tokens = drive(driver, [[1]], max_new_tokens=limits, num_generations=np.int64(2))
+    assert [len(completion) for completion in tokens] == [3, 3]
 
 
-def test_what_fits_exactly_is_served(driver, make_prompts, reference):
+def test_what_fits_exactly_is_served(driver, make_prompts, references):
     """The last token is never stored: 117 + 12 - 1 tokens fill 16 blocks of 8."""
-    (prompt,) = make_prompts((117,))
-    driver.add_requests([prompt])
-    (completion,) = driver.drive_until_empty().values()
-    assert completion.completion_ids == reference("qwen3", prompt, 12)
+    prompts = make_prompts((117,))
+    assert drive(driver, prompts) == references("qwen3", prompts)
     assert driver.steps[-1].cache_used_fraction == 1
 
 
-def test_a_growing_cache_refuses_nothing_that_the_model_takes(
-    shared_model, make_driver, make_prompts, reference
+@pytest.mark.parametrize(
+    ("family", "settings", "length"),
+    [
+        # A growing cache refuses nothing that the model takes.
+        ("qwen3", {}, 244),
+        # Sliding layers alone keep two pages of a window of 12, so any prompt fits a cache of 16 tokens.
+        ("mistral", {"num_blocks": 2}, 200),
+    ],
+)
+def test_what_a_request_stores_is_not_its_length(
+    shared_model, make_driver, make_prompts, references, family, settings, length
 ):
-    driver = make_driver(shared_model("qwen3"))
-    driver.add_requests([[1]])
-    driver.drive_until_empty()
-    (prompt,) = make_prompts((244,))
-    driver.add_requests([prompt])
-    (completion,) = driver.drive_until_empty().values()
-    assert completion.completion_ids == reference("qwen3", prompt, 12)
-
-
-def test_a_window_bounds_what_a_request_stores(shared_model, make_driver, make_prompts, reference):
-    """Sliding layers alone keep two pages of a window of 12, so a prompt of 200 fits a cache of 16 tokens."""
-    driver = make_driver(shared_model("mistral"), num_blocks=2)
-    (prompt,) = make_prompts((200,))
-    driver.add_requests([prompt])
-    (completion,) = driver.drive_until_empty().values()
-    assert completion.completion_ids == reference("mistral", prompt, 12)
+    driver = make_driver(shared_model(family), **settings)
+    for prompts in ([[1]], make_prompts((length,))):
+        assert drive(driver, prompts) == references(family, prompts)
 
 
 def test_no_prompts_are_no_error(driver):
@@ -126,8 +111,7 @@ def test_no_prompts_are_no_error(driver):
 def test_several_calls_make_one_round_in_order(driver, make_prompts):
     first = driver.add_requests(make_prompts((3, 4)), num_generations=2, max_new_tokens=5)
     second = driver.add_requests(tuple(map(tuple, make_prompts((9,)))), max_new_tokens=1)
-    assert first == ["req_0", "req_1", "req_2", "req_3"]
-    assert second == ["req_4"]
+    assert (first, second) == (["req_0", "req_1", "req_2", "req_3"], ["req_4"])
     completions = driver.drive_until_empty()
     assert list(completions) == first + second
     assert [len(c) for c in completions.values()] == [5, 5, 5, 5, 1]

@@ -1,8 +1,16 @@
-"""Step records, callbacks and request times."""
+"""What is recorded of steps and of requests' times, and how few calls are between a drive and its steps."""
 
 from __future__ import annotations
 
+import inspect
+from types import SimpleNamespace
+
 import pytest
+
+from cbexp.engine.decode import decoder as decoder_module
+from cbexp.engine.decode.runners import GraphRunner
+from cbexp.engine.decode.step import EagerSteps
+from tests.engine.driving import drive
 
 
 def test_each_step_is_recorded_and_reported(shared_model, make_driver, make_prompts):
@@ -13,8 +21,7 @@ def test_each_step_is_recorded_and_reported(shared_model, make_driver, make_prom
         max_batch_tokens=16,
         on_step=lambda index, info: reported.append((index, info)),
     )
-    driver.add_requests(make_prompts((10, 20)), max_new_tokens=[3, 4])
-    driver.drive_until_empty()
+    drive(driver, make_prompts((10, 20)), max_new_tokens=[3, 4])
     assert [info for _, info in reported] == driver.steps
     # Ten tokens of one and six of the other; its other 14; then what is left of each, in one burst.
     assert [(s.kind, s.num_requests, s.num_steps, s.num_tokens, s.num_finished) for s in driver.steps] == [
@@ -23,7 +30,9 @@ def test_each_step_is_recorded_and_reported(shared_model, make_driver, make_prom
         ("decode", 2, 3, 2 + 3, 2),
     ]
     assert [(s.bucket, s.num_padding) for s in driver.steps] == [(None, 0), (None, 0), (2, 1)]
-    assert all(s.start_s < s.end_s for s in driver.steps)
+    for step in driver.steps:
+        assert step.start_s < step.end_s
+        assert step.duration_s == step.end_s - step.start_s
     assert driver.steps[0].cache_used_fraction == pytest.approx((2 + 1) / 64)
     assert driver.steps[-1].cache_used_fraction == pytest.approx((2 + 3) / 64)
 
@@ -33,43 +42,79 @@ def test_step_indices_count_over_the_drivers_life_and_steps_over_a_drive(shared_
     indices = []
     driver = make_driver(shared_model("qwen3"), on_step=lambda index, info: indices.append(index))
     for _ in range(3):
-        driver.add_requests(prompts, max_new_tokens=4)
-        driver.drive_until_empty()
+        drive(driver, prompts, max_new_tokens=4)
         assert [step.num_steps for step in driver.steps] == [1, 3]
     assert indices == [0, 1, 4, 5, 8, 9]
 
 
 def test_waiting_requests_are_counted(shared_model, make_driver, make_prompts):
     driver = make_driver(shared_model("qwen3"), max_requests_per_batch=1, num_blocks=64)
-    driver.add_requests(make_prompts((5, 5, 5)), max_new_tokens=2)
-    driver.drive_until_empty()
+    drive(driver, make_prompts((5, 5, 5)), max_new_tokens=2)
     assert [step.num_waiting for step in driver.steps] == [2, 2, 1, 1, 0, 0]
 
 
-def check_times(completions):
-    for completion in completions:
-        times = completion.timings
-        assert times.submitted_s < times.scheduled_s < times.first_token_s <= times.finished_s
+@pytest.mark.parametrize("num_blocks", [64, 20], ids=["roomy", "evicting"])
+def test_times_of_a_request(shared_model, make_driver, prompts, num_blocks):
+    """Whoever was admitted at first keeps the times of its first life, though it was evicted and read again."""
+    driver = make_driver(shared_model("qwen3"), num_blocks=num_blocks)
+    driver.add_requests(prompts)
+    times = [completion.timings for completion in driver.drive_until_empty().values()]
+    for one in times:
+        assert one.submitted_s < one.scheduled_s < one.first_token_s <= one.finished_s
+    first, last = driver.steps[0], driver.steps[-1]
+    at_first = [one for one in times if one.scheduled_s == first.start_s]
+    assert len(at_first) == first.num_requests
+    assert {one.first_token_s for one in at_first} == {first.end_s}
+    assert max(one.finished_s for one in times) == last.end_s
+    was_evicted = max(step.num_waiting for step in driver.steps[1:]) > first.num_waiting
+    assert was_evicted is (num_blocks == 20)
 
 
-def test_times_of_a_request_are_in_order(shared_model, make_driver, prompts):
+def test_a_fork_has_the_times_of_its_own_first_step(shared_model, make_driver, prompts):
     driver = make_driver(shared_model("qwen3"))
     driver.add_requests(prompts, num_generations=2)
-    completions = list(driver.drive_until_empty().values())
-    check_times(completions)
-    assert {c.timings.finished_s for c in completions} == {driver.steps[-1].end_s}
-    assert {c.timings.scheduled_s for c in completions[2::2]} == {driver.steps[0].start_s}
+    times = [completion.timings for completion in driver.drive_until_empty().values()]
+    # Of a prompt of one token nothing is left to read.
+    assert {one.scheduled_s for one in times[2::2]} == {driver.steps[0].start_s}
+    assert {one.scheduled_s for one in times[3::2]} == {driver.steps[1].start_s}
+    assert {one.finished_s for one in times} == {driver.steps[-1].end_s}
 
 
-def test_times_survive_eviction(shared_model, make_driver, prompts):
-    """Whoever was admitted at first keeps the times of its first life, though it was evicted and read again."""
-    driver = make_driver(shared_model("qwen3"), num_blocks=20)
-    driver.add_requests(prompts)
-    completions = list(driver.drive_until_empty().values())
-    check_times(completions)
-    in_first_step = [c for c in completions if c.timings.scheduled_s == driver.steps[0].start_s]
-    assert len(in_first_step) == driver.steps[0].num_requests
-    assert {c.timings.first_token_s for c in in_first_step} == {driver.steps[0].end_s}
-    assert max(step.num_waiting for step in driver.steps[1:]) > driver.steps[0].num_waiting, (
-        "nobody was evicted"
-    )
+class RecordedGraphs(GraphRunner):
+    """Replays steps that are no graphs, and keeps the calls that led to each."""
+
+    def __init__(self, steps):
+        self._steps, self._graphs, self.stacks = steps, {}, []
+        self._device, self.stats = -1, steps.stats  # torch's number for no device
+
+    def prepare(self, bucket):
+        def replay():
+            self.stacks.append(inspect.stack()[1:])
+            self._steps.run(bucket, 1)
+
+        self._graphs[bucket] = SimpleNamespace(replay=replay)
+
+    def close(self):
+        self._steps.close()
+
+
+def test_few_calls_are_between_a_drive_and_a_replay(
+    shared_model, make_driver, prompts, references, monkeypatch
+):
+    """Who reads how a step comes about reads them."""
+    runners = []
+
+    def build(forward, buffers, *args, **kwargs):
+        runners.append(RecordedGraphs(EagerSteps(forward, buffers)))
+        return runners[-1]
+
+    driver = make_driver(shared_model("qwen3"), num_blocks=64)
+    monkeypatch.setattr(decoder_module, "build_runner", build)
+    assert drive(driver, prompts) == references("qwen3", prompts)
+    (runner,) = runners
+    assert len(runner.stacks) == 11
+    for stack in runner.stacks:
+        names = [frame.function for frame in stack]
+        between = stack[: names.index("drive_until_empty") + 1]
+        assert len(between) <= 7, names
+        assert len({frame.filename for frame in between}) <= 4

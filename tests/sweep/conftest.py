@@ -114,9 +114,14 @@ class Sweeps:
 
     def wait_for_call(self, seed):
         """Wait until the cell of that seed has come to its behaviour, and return the call."""
-        wait_until(lambda: seed in self.seeds)
-        wait_until(lambda: list(self.folder.glob(f"outputs/*/*/*seed={seed}*/status.json")))
+        self.wait_for(lambda: seed in self.seeds)
+        self.wait_for(lambda: list(self.folder.glob(f"outputs/*/*/*seed={seed}*/status.json")))
         return next(call for call in reversed(self.calls) if call["seed"] == seed)
+
+    def wait_for(self, condition):
+        """Wait for what the process that was started last brings about."""
+        wait_until(lambda: condition() or self._processes[-1].poll() is not None)
+        assert condition(), self.finish(self._processes[-1])
 
     def close(self):
         for process in self._processes:

@@ -75,7 +75,7 @@ def test_24_cells_of_which_three_fail_through_two_kills(sweeps, conf):
 def wait_for_running(sweeps, index):
     """Wait until a cell has written a round, and return its process."""
     pattern = f"outputs/default/*/{index}_*/rounds.jsonl"
-    wait_until(lambda: any(path.stat().st_size for path in sweeps.folder.glob(pattern)))
+    sweeps.wait_for(lambda: any(path.stat().st_size for path in sweeps.folder.glob(pattern)))
     pid = sweeps.status(index)["pid"]
     assert psutil.pid_exists(pid)
     return pid

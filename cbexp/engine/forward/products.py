@@ -5,7 +5,6 @@ The engine's kernels for few rows, where reading the weights takes the time; the
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -75,35 +74,14 @@ def _in_halves(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _project_many_rows(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
-    """Each product [rows, out_features] by the vendor's library."""
-    return _with_a_pair(x, weights, biases)
+    """Each product [rows, out_features] by the vendor's library; the last two as one where their shapes allow it.
 
-
-def _with_a_pair(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
-    """The last two as one batched product, where they allow it."""
+    Keys and values alone are too small a product to keep the device busy, and so is half of a gated projection.
+    """
     *others, first, second = weights
     if biases or first.shape != second.shape or (first.data_ptr() - second.data_ptr()) % ALIGNMENT:
         return joint_linear(x, weights, biases)
     return [*joint_linear(x, others, []), *_multiply_pair(x, first, second)]
-
-
-def _on_two_streams(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
-    """The first on the current stream, the others beside it on another."""
-    current, other = torch.cuda.current_stream(x.device), _other_stream(x.device)
-    outs = [x.new_empty((x.shape[0], weight.shape[0])) for weight in weights]
-    added = list(biases) or [x.new_zeros(())] * len(weights)
-    other.wait_stream(current)
-    with torch.cuda.stream(other):
-        for weight, bias, out in list(zip(weights, added, outs, strict=True))[1:]:
-            torch.addmm(bias, x, weight.T, beta=len(biases) > 0, out=out)
-    torch.addmm(added[0], x, weights[0].T, beta=len(biases) > 0, out=outs[0])
-    current.wait_stream(other)
-    return outs
-
-
-@functools.cache
-def _other_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
 
 
 def _multiply_pair(x: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from cbexp.engine import CBSyncConfig, EngineError, SyncCBDriver
 from cbexp.engine.decode.runners import build_runner
 from cbexp.engine.decode.self_check import check_bucket
 from cbexp.engine.decode.step import EagerSteps
-from cbexp.engine.model_forward import ModelForward
+from cbexp.engine.forward import PlainForward
 from cbexp.engine.operators import declare_operators
 from tests.engine.decode_fixtures import build_buffers, build_decode_model, build_pools
 from tests.engine.driving import cache_of, check_cache_at_rest, drive
@@ -25,8 +25,8 @@ slow = pytest.mark.slow
 
 def compile_steps(model, buffers, of=None):
     """A compiled runner of `of`, else of the model itself, and the forward of the model."""
-    forward = ModelForward(model, buffers.layers)
-    steps_of = forward if of is None else ModelForward(of, buffers.layers)
+    forward = PlainForward(model, buffers.layers)
+    steps_of = forward if of is None else PlainForward(of, buffers.layers)
     return build_runner(steps_of, buffers, "default", parameters=list((of or model).parameters())), forward
 
 

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch._inductor.cudagraph_utils import log_cudagraph_skip_and_bump_counter
 
+from cbexp.engine.attention import paged_decode_attention
 from cbexp.engine.decode import compiled
 from cbexp.engine.decode.compiled import GraphTreeSteps
 from cbexp.engine.decode.runners import build_runner
-from cbexp.engine.paged_attention_op import paged_decode_attention
 from cbexp.engine.sampling import choose_best
 from cbexp.engine.types import COMPILE_MODES, CompileMode, EngineError
 from tests.engine.decode_fixtures import VOCAB_SIZE, build_buffers, build_pools, set_rows, state_of

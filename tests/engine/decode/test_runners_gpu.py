@@ -13,7 +13,7 @@ import torch
 
 from cbexp.engine.decode.runners import build_runner
 from cbexp.engine.decode.self_check import check_bucket
-from cbexp.engine.model_forward import ModelForward
+from cbexp.engine.forward import PlainForward
 from cbexp.engine.types import COMPILE_MODES, EngineError
 from tests.engine.decode_fixtures import (
     build_buffers,
@@ -50,7 +50,7 @@ class Setting:
         self.model = model
         pools = build_pools(MAX_ROWS * 4, family=family, device=DEVICE, dtype=model.dtype)
         self.buffers = build_buffers(MAX_ROWS, pools=pools)
-        self.forward = ModelForward(model, self.buffers.layers)
+        self.forward = PlainForward(model, self.buffers.layers)
         self.runners = []
         self.eager = self.make("eager")
 
@@ -232,7 +232,7 @@ def test_the_self_check_finds_a_graph_of_other_weights(setting, change):
     other = build_decode_model("qwen3", DEVICE)
     with torch.no_grad():
         weaken(other)
-    runner = setting.prepare(setting.make("cuda_graph", ModelForward(other, setting.buffers.layers)), 8, 1)
+    runner = setting.prepare(setting.make("cuda_graph", PlainForward(other, setting.buffers.layers)), 8, 1)
     for bucket in (8, 1):
         with pytest.raises(EngineError, match=message):
             setting.check(runner, bucket)
@@ -246,7 +246,7 @@ def test_the_self_check_finds_a_graph_of_other_logits(make_setting, mode, dtype)
     with torch.no_grad():
         other.lm_head.weight.mul_(0.8)
     setting = make_setting(model)
-    runner = setting.prepare(setting.make(mode, ModelForward(other, setting.buffers.layers)), 8)
+    runner = setting.prepare(setting.make(mode, PlainForward(other, setting.buffers.layers)), 8)
     with pytest.raises(EngineError, match="batch of 8 rows: the step's best logits differ by up to"):
         setting.check(runner, 8)
 
@@ -270,7 +270,7 @@ def test_another_threads_calls_do_not_break_a_capture(setting):
         thread.join()
 
 
-class CountingForward(ModelForward):
+class CountingForward(PlainForward):
     """Changes a tensor that is no buffer, which makes trees skip its graph."""
 
     def __init__(self, model, layers):
@@ -316,7 +316,7 @@ def settled_memory():
 def test_closing_gives_memory_and_marks_back(setting, mode):
     """Trees keep their pool for the next graphs of the device: of theirs, tensors alone can be counted."""
     in_graphs, allocated = settled_memory()
-    forward = ModelForward(setting.model, setting.buffers.layers)
+    forward = PlainForward(setting.model, setting.buffers.layers)
     runner, is_gone = setting.prepare(setting.make(mode, forward), 8, 4), weakref.ref(forward)
     assert mode not in CAPTURE_MODES or settled_memory()[0] > in_graphs
     setting.close(runner)
@@ -336,7 +336,7 @@ def test_a_second_runner_works_after_the_first_is_closed(setting):
         setting.close(runner)
 
 
-class SynchronisingForward(ModelForward):
+class SynchronisingForward(PlainForward):
     def logits(self, token_ids, positions):
         logits = super().logits(token_ids, positions)
         return logits + 0 * int(positions[0])

@@ -16,7 +16,7 @@ from cbexp.engine.decode.self_check import (
     check_bucket,
     summarize_errors,
 )
-from cbexp.engine.model_forward import ModelForward
+from cbexp.engine.forward import PlainForward
 from cbexp.engine.sampling import advance
 from cbexp.engine.types import EngineError
 from tests.engine.decode_fixtures import (
@@ -47,7 +47,7 @@ class Setting:
         set_rows(self.buffers, [3, 9, -1, 17][:max_rows])
 
     def use(self, model, buffers):
-        self.buffers, self.forward = buffers, ModelForward(model, buffers.layers)
+        self.model, self.buffers, self.forward = model, buffers, PlainForward(model, buffers.layers)
 
     def right_step(self, rows):
         advance(rows, *self.forward(rows.token_ids, rows.positions))
@@ -248,8 +248,8 @@ WRONG_PARTS = {
 @pytest.mark.parametrize("has_right_tokens", [True, False])
 def test_a_step_with_a_right_cache_and_wrong_logits_is_found(wide_setting, part, has_right_tokens):
     """What is wrong from the last layer on leaves nothing in the cache."""
-    (name, change), forward = WRONG_PARTS[part], wide_setting.forward
-    module = forward.model.lm_head if name == "lm_head" else forward.model.model.layers[-1].self_attn
+    (name, change), model, forward = WRONG_PARTS[part], wide_setting.model, wide_setting.forward
+    module = model.lm_head if name == "lm_head" else model.model.layers[-1].self_attn
 
     def step(rows):
         next_ids, _ = forward(rows.token_ids, rows.positions)
@@ -291,7 +291,7 @@ def test_a_small_cache_is_checked_with_fewer_rows_or_not_at_all(setting, num_blo
     """Two blocks for the first row, one for the inactive ones, of which one may be the write trash."""
     pools, cpu = build_pools(num_blocks), torch.device("cpu")
     buffers = allocate_buffers(pools, max_rows=40, max_burst=1, eos_token_ids=(), device=cpu)
-    setting.use(setting.forward.model, buffers)
+    setting.use(setting.model, buffers)
     if num_rows:
         assert setting.check(40).num_rows == num_rows
         return

@@ -59,7 +59,8 @@ def test_pages_that_are_no_power_of_two(page_size):
     check(build_paged_case([0, page_size - 1, page_size, 2 * page_size + 1], page_size=page_size))
 
 
-@pytest.mark.parametrize("num_splits", mostly_slow(5, 1, 2, 8, 33))
+@pytest.mark.slow
+@pytest.mark.parametrize("num_splits", [1, 2, 5, 8, 33])
 def test_splits_more_and_fewer_than_tiles(num_splits):
     """An inactive row, a first token, and rows of fewer tiles than there are splits."""
     check(build_paged_case([-1, 0, 3, 4, 18, 31]), num_splits=num_splits)
@@ -83,7 +84,7 @@ def test_soft_cap_and_sinks(options, num_splits):
 
 
 @pytest.mark.parametrize("softcap", mostly_slow(30.0, 0.0))
-@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("sign", mostly_slow(1, -1))
 def test_large_logits(sign, softcap):
     """All of them far from zero, where exponentials overflow or vanish."""
     case = build_paged_case([0, 12], softcap=softcap)
@@ -108,6 +109,7 @@ def test_an_inactive_row_touches_no_page(num_splits):
     check(case, num_splits=num_splits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_splits", SPLITS)
 def test_a_nan_stays_in_its_row(num_splits):
     case = build_paged_case([3, 12, 20])
@@ -124,6 +126,7 @@ def test_reads_as_many_rows_as_there_are_queries():
     check(case)
 
 
+@pytest.mark.slow
 def test_strided_pages():
     """A view of a larger cache: every other head."""
     case = build_paged_case([3, 12])
@@ -164,7 +167,7 @@ def check_rotated(case, chunk=1024, **tile):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("norms", [True, False], ids=["qwen3", "llama"])
+@pytest.mark.parametrize("norms", mostly_slow(True, False), ids=["qwen3", "llama"])
 @pytest.mark.parametrize(
     ("page_size", "chunk"), mostly_slow((4, 32), (4, 1024), (16, 1024), (32, 1024), (16, 16))
 )
@@ -183,9 +186,8 @@ def test_attention_of_projections_in_a_window(chunk, window, page_size):
     check_rotated(build_rotated_case(POSITIONS, window=window, page_size=page_size), chunk)
 
 
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim"), mostly_slow((6, 2, 64), (2, 2, 16), (7, 1, 32), (24, 1, 16))
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(6, 2, 64), (2, 2, 16), (7, 1, 32), (24, 1, 16)])
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_attention_of_groups(chunk, heads, kv_heads, head_dim):
     case = build_rotated_case([0, 20, 33], heads=heads, kv_heads=kv_heads, head_dim=head_dim)
@@ -208,7 +210,8 @@ def test_no_active_row_leaves_every_page():
     assert torch.equal(pages.view(torch.int32), case.paged.pages.view(torch.int32))
 
 
-@pytest.mark.parametrize(("window", "chunk"), mostly_slow((24, 16), (0, 1024), (6, 1024), (0, 16)))
+@pytest.mark.slow
+@pytest.mark.parametrize(("window", "chunk"), [(24, 16), (0, 1024), (6, 1024), (0, 16)])
 def test_a_nan_stays_in_its_row_of_projections(window, chunk):
     case = build_rotated_case([29, 35, 12], window=window)
     expected, _ = case.run(rotated_paged_attention, chunk=chunk, tile=TILE)

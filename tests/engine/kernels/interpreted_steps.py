@@ -48,7 +48,7 @@ def weight_of(out_features, dtype=torch.float32, in_features=IN_FEATURES, seed=1
 @pytest.mark.parametrize(
     "sizes", mostly_slow([100, 37, 64], [100], [37, 64], [5, 5, 5], [64, 64, 1]), ids=str
 )
-@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("has_bias", mostly_slow(True, False))
 def test_products_with_several_weights(has_bias, sizes, rows, dtype):
     """Each of a size of its own, at an address of its own."""
     x = randn(rows, IN_FEATURES, dtype=dtype)
@@ -219,7 +219,7 @@ def test_residual(rows, splits, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("has_norm", [True, False], ids=["qwen3", "llama"])
+@pytest.mark.parametrize("has_norm", mostly_slow(True, False), ids=["qwen3", "llama"])
 @pytest.mark.parametrize("head_dim", mostly_slow(80, 16))
 @pytest.mark.parametrize("splits", mostly_slow(2, 1, 3))
 def test_heads(splits, head_dim, has_norm, dtype):

@@ -12,19 +12,19 @@ pytest.importorskip(
 )
 
 
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["interpreted_steps", "interpreted_attention"])
-def test_kernels_agree_with_plain_torch_in_the_interpreter(name, marked):
-    """A test or two of each kernel, or all the others."""
-    tests = Path(__file__).with_name(f"{name}.py")
+def test_kernels_agree_with_plain_torch_in_the_interpreter(marked):
+    """A few tests of each kernel, or all the others."""
+    tests = sorted(Path(__file__).parent.glob("interpreted_*.py"))
+    assert tests
     options = ["-q", "-p", "no:cacheprovider", "--show-capture=no", "-m", marked]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, tests],
+        [sys.executable, "-m", "pytest", *options, *tests],
         cwd=Path(__file__).parents[3],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
-        timeout=1700,
+        timeout=3500,
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]

@@ -1,0 +1,316 @@
+"""The caller's model: as it was after a drive, changed at will between drives, and for one thread at a time."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import CompileConfig, GenerationConfig
+
+from cbexp.engine import EngineError
+from tests.engine.driving import cache_of, drive
+
+# As it was
+
+
+def snapshot(model):
+    return {
+        "modes": {name: module.training for name, module in model.named_modules()},
+        "attention": model.config._attn_implementation,
+        "config": copy.deepcopy(vars(model.config)),
+        "attributes": {name: sorted(vars(module)) for name, module in model.named_modules()},
+        "hooks": {name: len(module._forward_pre_hooks) for name, module in model.named_modules()},
+        "forward": type(model).forward,
+        "generation_config": model.generation_config.to_dict(),
+        "requires_grad": {name: parameter.requires_grad for name, parameter in model.named_parameters()},
+        "weights": {name: parameter.tolist() for name, parameter in model.named_parameters()},
+        "torch_rng": torch.get_rng_state().tolist(),
+        "python_rng": random.getstate(),
+        "numpy_rng": numpy.random.get_state()[1].tolist(),
+        "grad_enabled": torch.is_grad_enabled(),
+        "inference_mode": torch.is_inference_mode_enabled(),
+    }
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("ends_badly", [False, True], ids=["good", "error"])
+@pytest.mark.parametrize("fusion", ["none", "projections"])
+def test_everything_is_as_before(new_model, make_driver, prompts, family, ends_badly, fusion):
+    model = new_model(family)
+    model.train()
+    model.model.layers[0].eval()  # a caller may keep parts out of training
+    model.lm_head.weight.requires_grad_(False)
+    seen = {}
+
+    def look_inside(index, info):
+        seen["training"] = any(module.training for module in model.modules())
+        seen["grad"] = torch.is_grad_enabled()
+        if ends_badly:
+            raise ArithmeticError
+
+    before = snapshot(model)
+    driver = make_driver(model, num_blocks=64, fusion=fusion, on_step=look_inside)
+    assert snapshot(model) == before
+    driver.add_requests(prompts)
+    if ends_badly:
+        with pytest.raises(ArithmeticError):
+            driver.drive_until_empty()
+    else:
+        driver.drive_until_empty()
+    assert snapshot(model) == before
+    assert seen == {"training": False, "grad": False}
+    driver.close()
+    assert snapshot(model) == before
+
+
+def test_the_generation_config_is_only_read(new_model, make_driver, prompts):
+    """One without EOS stays without: upstream would write -1 into it."""
+    given = GenerationConfig(max_new_tokens=3, temperature=0.3, do_sample=True)
+    before = given.to_dict()
+    driver = make_driver(new_model("qwen3"), given, max_new_tokens=None)
+    assert {len(tokens) for tokens in drive(driver, prompts)} == {3}
+    assert given.to_dict() == before
+    assert given.eos_token_id is None
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("settings", [{}, {"num_blocks": 64}], ids=["growing", "fixed"])
+def test_drives_inside_and_outside_of_inference_mode(
+    shared_model, make_driver, prompts, references, family, settings
+):
+    with torch.inference_mode():
+        driver = make_driver(shared_model(family), **settings)
+        assert drive(driver, prompts) == references(family, prompts)
+        assert torch.is_inference_mode_enabled()
+    assert drive(driver, prompts) == references(family, prompts)
+
+
+def test_the_callers_autocast_changes_nothing(shared_model, make_driver, prompts, references):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert drive(make_driver(shared_model("qwen3")), prompts) == references("qwen3", prompts)
+        assert torch.is_autocast_enabled("cpu")
+
+
+def test_what_upstream_would_take_up_is_left_alone(new_model, make_driver, prompts, references):
+    """A manager that it keeps on the model, and a compile config, on which it would compile the forward."""
+    model = new_model("qwen3")
+    model._cached_continuous_batching_manager = marker = object()
+    model.config.compile_config = CompileConfig()
+    driver = make_driver(model, num_blocks=64)
+    assert drive(driver, prompts[:2]) == references("qwen3", prompts[:2])
+    assert model._cached_continuous_batching_manager is marker
+    model_runner = driver._engine.batcher._processor.model_runner
+    assert (model_runner._compiled_varlen, model_runner._compiled_decode) == (None, None)
+    assert driver.resolved["compile_mode"] is None
+
+
+@pytest.mark.parametrize("compile_mode", ["eager", pytest.param("default", marks=pytest.mark.slow)])
+def test_close_frees_the_cache_at_once(shared_model, make_driver, prompts, compile_mode):
+    """The trainer needs the memory now, and no collection comes by itself when memory is short on the device."""
+    settings = {"num_blocks": 64, "max_requests_per_batch": 2}
+    driver = make_driver(shared_model("qwen3"), compile_mode=compile_mode, **settings)
+    drive(driver, prompts)
+    cache = [weakref.ref(layer.pages) for layer in driver._engine.decoder._buffers.layers]
+    cache += [weakref.ref(cache_of(driver)), weakref.ref(cache_of(driver).cache_tensor)]
+    gc.collect()
+    gc.disable()
+    try:
+        driver.close()
+        assert [reference() for reference in cache] == [None] * len(cache)
+    finally:
+        gc.enable()
+
+
+def test_a_cache_that_cannot_fit_names_what_to_lower(shared_model, make_driver):
+    with pytest.raises(MemoryError, match="lower num_blocks, max_batch_tokens or max_requests_per_batch"):
+        make_driver(shared_model("qwen3"), num_blocks=10**9)
+
+
+# Changed between drives
+
+
+def test_training_goes_on_between_rounds(new_model, make_driver, prompts, greedy):
+    """With block sharing, keys and values of the old weights must not serve the new ones."""
+    model = new_model("qwen3").train()
+    model.activation_checkpointing_enable()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    driver = make_driver(model, allow_block_sharing=True, num_blocks=128)
+    seen = []
+    for _ in range(2):
+        seen.append(drive(driver, prompts, num_generations=2))
+        assert model.training
+        assert model.is_activation_checkpointing
+        model.eval()
+        assert seen[-1] == [greedy(model, prompt, 12) for prompt in prompts for _ in range(2)]
+        model.train()
+        inputs = torch.tensor([prompts[-1]])
+        model(input_ids=inputs, labels=inputs).loss.backward()
+        assert all(p.grad is not None for p in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert seen[0] != seen[1]
+
+
+@pytest.mark.parametrize("num_blocks", [None, 60])
+def test_another_dtype_between_rounds_gets_another_cache(new_model, make_driver, prompts, greedy, num_blocks):
+    model = new_model("qwen3")
+    driver = make_driver(model, num_blocks=num_blocks)
+    for dtype in (torch.float32, torch.float64, torch.float32):
+        model.to(dtype)
+        assert drive(driver, prompts[:2]) == [greedy(model, prompt, 12) for prompt in prompts[:2]]
+
+
+def test_an_adapter_is_switched_trained_and_merged(new_model, make_driver, prompts, greedy, references):
+    """PEFT's default initialisation is a no-op, hence random weights."""
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False)
+    model = get_peft_model(new_model("qwen3"), config).train()
+    driver = make_driver(model)
+    assert driver.resolved["model_class"] == "Qwen3ForCausalLM"
+
+    def check():
+        tokens = drive(driver, prompts)
+        assert model.training
+        model.eval()
+        assert tokens == [greedy(model, prompt, 12) for prompt in prompts]
+        model.train()
+        return tokens
+
+    attached = check()
+    with model.disable_adapter():
+        assert check() == references("qwen3", prompts) != attached
+    assert check() == attached
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.neg_()
+    trained = check()
+    assert trained != attached
+    assert drive(make_driver(model.merge_and_unload()), prompts) == trained
+
+
+def test_a_round_of_one_page_has_room_for_the_self_check(new_model, make_driver, prompts, references):
+    driver = make_driver(new_model("qwen3"), fusion="projections", page_size=64)
+    assert drive(driver, [prompts[0][:5]], max_new_tokens=3) == references("qwen3", [prompts[0][:5]], 3)
+    assert driver.resolved["self_check_results"]
+
+
+# For one thread at a time
+
+REFUSED = "Qwen3ForCausalLM is in use by a driver in another thread"
+
+
+def in_another_thread(function, *args):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function, *args).result()
+
+
+def state(model):
+    return (
+        [module.training for module in model.modules()],
+        model.config._attn_implementation,
+        ["forward" in vars(module) for module in model.modules()],
+        [parameter.data_ptr() for parameter in model.parameters()],
+    )
+
+
+USES = {
+    "drive": lambda driver, model, make_driver: driver.drive_until_empty(),
+    "warmup": lambda driver, model, make_driver: driver.warmup(),
+    "time": lambda driver, model, make_driver: driver.time_decode_steps(1, 8, 4),
+    "construct": lambda driver, model, make_driver: make_driver(model),
+    "close": lambda driver, model, make_driver: driver.close(),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("fusion", ["none", "projections"])
+def test_another_thread_is_refused_with_nothing_changed(
+    new_model, make_driver, prompts, references, use, fusion
+):
+    model = new_model("qwen3").train()
+    other = make_driver(model, num_blocks=64, fusion=fusion)
+    if use != "close":  # which drops what is queued
+        other.add_requests(prompts)
+    inside = []
+
+    def interfere(index, info):
+        if not inside:
+            inside.append(state(model))
+            with pytest.raises(EngineError, match=REFUSED):
+                in_another_thread(USES[use], other, model, make_driver)
+            inside.append(state(model))
+
+    driver = make_driver(model, fusion=fusion, on_step=interfere)
+    before = state(model)[:3]
+    assert drive(driver, prompts) == references("qwen3", prompts)
+    assert inside[0] == inside[1]
+    assert state(model)[:3] == before
+    if use == "close":
+        other.close()
+        assert other._engine is None
+    else:  # what it had queued was kept
+        assert [c.completion_ids for c in other.drive_until_empty().values()] == references("qwen3", prompts)
+
+
+def test_drives_of_many_threads_on_one_model(new_model, make_driver, prompts, references):
+    """Each is served or refused; none is wrong, and the model comes back as it was."""
+    model, expected = new_model("qwen3").train(), references("qwen3", prompts)
+    drivers = [make_driver(model, fusion="projections") for _ in range(3)]
+    before = state(model)[:3]
+    start, outcomes = threading.Barrier(len(drivers)), []
+
+    def drive_often(driver):
+        num_queued = 0
+        start.wait()
+        for _ in range(8):
+            driver.add_requests(prompts)
+            num_queued += 1
+            try:
+                completions = driver.drive_until_empty().values()
+                outcomes.append([c.completion_ids for c in completions] == expected * num_queued)
+                num_queued = 0
+            except EngineError as error:
+                outcomes.append(REFUSED in str(error))
+
+    with ThreadPoolExecutor(len(drivers)) as pool:
+        list(pool.map(drive_often, drivers))
+    assert outcomes == [True] * 24
+    assert state(model)[:3] == before
+
+
+def test_a_drive_inside_a_drive_of_the_same_thread(new_model, make_driver, prompts, references):
+    model = new_model("qwen3")
+    inner, seen = make_driver(model), []
+
+    def nest(index, info):
+        if not seen:
+            seen.append(drive(inner, prompts))
+            # The outer drive still has the model.
+            inner.add_requests(prompts)
+            with pytest.raises(EngineError, match=REFUSED):
+                in_another_thread(inner.drive_until_empty)
+
+    outer = make_driver(model, on_step=nest)
+    assert drive(outer, prompts) == references("qwen3", prompts)
+    assert seen == [references("qwen3", prompts)]
+
+
+def test_another_thread_has_its_turn_afterwards(new_model, make_driver, prompts, references):
+    model = new_model("qwen3")
+
+    def fail(index, info):
+        raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        drive(make_driver(model, on_step=fail), prompts)
+    driver = make_driver(model)
+    assert in_another_thread(drive, driver, prompts) == references("qwen3", prompts)
+    assert drive(driver, prompts) == references("qwen3", prompts)
