@@ -18,7 +18,7 @@ from cbexp.engine.forward import ops
 from cbexp.engine.forward.projections import find_projection_groups
 
 # Models whose decoder layer is: norm, q/k/v, (norm of each head,) rotary embedding, attention, o, residual; norm, gated
-# SiLU, residual. Told by class: a like name with another order of norms, or a scaled residual, would be wrong.
+# SiLU, residual. By their classes: a like name with another order of norms, or a scaled residual, would be wrong.
 MODEL_CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 # Rotary embeddings whose angle depends on the position alone, not on the length of the sequence.
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")

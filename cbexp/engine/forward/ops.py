@@ -122,7 +122,7 @@ def project_add_norm(
 @operator(reference.gated_projection)
 def gated_projection(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     """As `reference.gated_projection`."""
-    return products.gate(x, gate, up)
+    return products.project_gated(x, gate, up)
 
 
 @operator(reference.best_tokens)
