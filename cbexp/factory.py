@@ -62,7 +62,7 @@ def build_driver(
     """Return the driver of `plan` on the loaded model, its cache and batches sized for `prompts`.
 
     `on_step` is called by the synchronous driver; the others cannot see their steps while they run. A driver with a
-    process of its own logs to `log_path`, is started by its `warmup` and tells `on_progress` of it.
+    process of its own logs to `log_path`; its `warmup` starts it and reports to `on_progress`.
 
     Raises:
         ConfigError: a prompt is too long for the model or for the cache that was asked for.

@@ -300,6 +300,7 @@ BAD_COMMANDS = [
     ("num_rounds", "num_rounds: settings are written as key=value"),
     ("model.name=[a", "model.name=[a: cannot be read"),
     ("+foo=3", "+foo", "there is no setting foo"),
+    ("compile.region=layer", "there is no setting compile.region any more", "whole model", "Remove it"),
     ("+model.foo=3", "+model.foo", "there is no setting model.foo", "Allowed in model"),
     ("model=null", "model=null is not a choice"),
     ("+model=3", "model=3 is not a choice"),

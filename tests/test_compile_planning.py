@@ -14,7 +14,7 @@ from torch._inductor import cpp_builder
 from torch._inductor.exc import InductorError
 
 from cbexp.config import CompileConfig
-from cbexp.drivers import sync
+from cbexp.drivers import manager, sync
 from cbexp.drivers.registry import DRIVERS
 from cbexp.engine import EngineError, SyncCBDriver
 from cbexp.engine.types import COMPILE_MODES, CBSyncConfig
@@ -162,6 +162,14 @@ def test_settings_reach_the_driver(monkeypatch):
     assert (foreign.attn_implementation, foreign.compile_mode, foreign.buckets) == ("sdpa", "eager", None)
     assert [config.recompile_limit for config in seen] == [256, None, None]
     assert default.num_blocks == 20
+
+
+def test_the_manager_gets_the_longest_request(monkeypatch):
+    seen = []
+    monkeypatch.setattr(manager, "ManagerDriver", lambda model, config, **options: seen.append(options))
+    plan, loaded, prompts = load(experiment(driver="manager", lengths=(5, 12)))
+    build_driver(plan, loaded, prompts, (), 0)
+    assert seen == [{"max_request_tokens": max(map(len, prompts.prompt_ids)) + 8}]
 
 
 # The compile cache

@@ -20,13 +20,13 @@ from cbexp.config import (
     TrackingConfig,
 )
 from cbexp.dataset.completion_limits import draw_limits
+from cbexp.display import ProgressDisplay
 from cbexp.engine import SyncCBDriver
 from cbexp.experiment import run_experiment
-from cbexp.job import Job
 from cbexp.rounds import RoundRunner
 from cbexp.sweep.stop_signals import interrupting_by_stop_signals
 
-PEERS = ["manager", "generate"]
+OTHERS = ["manager", "generate"]
 BURSTS = CompileConfig(batch_shape="buckets", buckets=[4, 8], max_burst=8)
 
 
@@ -105,7 +105,7 @@ def test_summary_says_how_decoding_went(whole):
     assert engine["compile_cache"] is None
 
 
-@pytest.mark.parametrize("driver", PEERS)
+@pytest.mark.parametrize("driver", OTHERS)
 def test_every_driver_does_the_same_work(tmp_path, whole, driver):
     outcome = run(tmp_path, driver=DriverConfig(name=driver))
     assert outcome.status == "completed", outcome.message
@@ -135,7 +135,7 @@ def test_fixed_length_run_counts_equal_work(tmp_path):
     assert outcome.summary["num_short"] == 0
 
 
-@pytest.mark.parametrize("driver", ["sync", *PEERS])
+@pytest.mark.parametrize("driver", ["sync", *OTHERS])
 def test_every_prompt_has_its_own_limit(tmp_path, driver):
     sampling = SamplingConfig(max_new_tokens=20, median_new_tokens=8, ignore_eos=True, new_tokens_seed=3407)
     outcome = run(tmp_path, sampling=sampling, num_generations=2, driver=DriverConfig(name=driver))
@@ -188,7 +188,7 @@ def test_dry_run_loads_and_writes_nothing(tmp_path, monkeypatch, capsys):
             {"compile": CompileConfig(mode="cuda_graph"), "driver": DriverConfig(name="manager")},
             "not_applicable",
             "not_applicable",
-            "CUDA graphs",
+            "needs a CUDA device",
         ),
         ({"model": ModelConfig(name_or_path="/no/such/folder")}, "failed", "failed", "/no/such/folder"),
     ],
@@ -206,14 +206,14 @@ def test_what_cannot_run_is_one_message(tmp_path, capsys, changes, status, recor
 
 
 def break_after_steps(monkeypatch, num_steps, error):
-    original = Job._on_step
+    original = ProgressDisplay.on_step
 
     def on_step(self, step_index, info):
         original(self, step_index, info)
         if step_index >= num_steps:
             raise error
 
-    monkeypatch.setattr(Job, "_on_step", on_step)
+    monkeypatch.setattr(ProgressDisplay, "on_step", on_step)
 
 
 def test_interrupt_keeps_what_was_finished(tmp_path, whole, monkeypatch):

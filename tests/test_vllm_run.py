@@ -100,7 +100,6 @@ def test_nothing_is_asked_of_a_gpu_in_this_process(fake, monkeypatch):
         ("crash_at_start", "failed"),
         ("no_memory", "out_of_memory"),
         ("no_device", "not_applicable"),
-        ("die_in_round", "failed"),
         ("short", "failed"),
     ],
 )

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import get_args
 
 from cbexp.checks import check_at_least, check_choice
 from cbexp.drivers.registry import DRIVERS
-from cbexp.engine.settings import DECODE_SETTINGS, MAX_MEMORY_FRACTION
+from cbexp.engine.settings import MAX_MEMORY_FRACTION
 from cbexp.engine.types import COMPILE_MODES, BatchShape, CBSyncConfig, Fusion, Scheduler
 from cbexp.errors import ConfigError
 
 BLOCK_SHARING = ("auto", "on", "off")
-# Field of `CBSyncConfig` -> the setting that it takes as it is.
-ENGINE_FIELDS = {
-    **{name: f"compile.{name}" for name in DECODE_SETTINGS if name != "compile_mode"},
-    **{
-        name: f"cache.{name}"
-        for name in ("page_size", "max_batch_tokens", "max_requests_per_batch", "scheduler")
-    },
-}
-# The others, by which an error of the engine's may begin.
-_NAMES = ENGINE_FIELDS | {"compile_mode": "compile.mode", "max_new_tokens": "sampling.max_new_tokens"}
 
 
 @dataclass
@@ -102,8 +91,3 @@ class DriverConfig:
         check_choice("driver.name", self.name, DRIVERS)
         if not self.start_timeout_s > 0:
             raise ConfigError(f"driver.start_timeout_s={self.start_timeout_s} must be more than 0 seconds.")
-
-
-def name_settings(message: str) -> str:
-    """Return an error of the engine's, which begins with a field of `CBSyncConfig`, with the setting's name there."""
-    return re.sub(r"^\w+", lambda field: _NAMES.get(field[0], field[0]), message)

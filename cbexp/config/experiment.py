@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Any, get_type_hints
 
 from cbexp.checks import check_at_least, check_choice, check_is_set
-from cbexp.config.engine import ENGINE_FIELDS, CacheConfig, CompileConfig, DriverConfig, name_settings
+from cbexp.config.engine import CacheConfig, CompileConfig, DriverConfig
 from cbexp.config.idle_settings import find_reasons
 from cbexp.config.model import AdapterConfig, ModelConfig
 from cbexp.config.records import ArtifactsConfig, TrackingConfig
@@ -22,6 +22,13 @@ from cbexp.errors import ConfigError
 
 MAX_SEED = 2**63 - 1  # PyTorch's
 ISOLATIONS = ("process", "none")
+# A setting with the name of one of the engine's goes there as it is.
+ENGINE_SETTINGS = {
+    item.name: f"{group}.{item.name}"
+    for group, settings in (("compile", CompileConfig), ("cache", CacheConfig), ("sampling", SamplingConfig))
+    for item in dataclasses.fields(settings)
+    if item.name in {field.name for field in dataclasses.fields(CBSyncConfig)}
+}
 
 
 @dataclass
@@ -94,17 +101,10 @@ class ExperimentConfig:
         What has no effect stays at the engine's defaults. `resolved` has fields that the machine or the round decides.
         """
         idle = find_reasons(self, compile_mode)
-        given = {field: attrgetter(name)(self) for field, name in ENGINE_FIELDS.items() if name not in idle}
-        given = {field: value for field, value in given.items() if value is not None}
-        return CBSyncConfig(
-            **given
-            | {
-                "max_new_tokens": self.max_new_tokens,
-                "compile_mode": compile_mode,
-                "attn_implementation": attention,
-            }
-            | resolved
-        )
+        given = {name: attrgetter(key)(self) for name, key in ENGINE_SETTINGS.items() if key not in idle}
+        given |= {"max_new_tokens": self.max_new_tokens, "attn_implementation": attention}
+        given |= {"compile_mode": compile_mode, **resolved}
+        return CBSyncConfig(**{name: value for name, value in given.items() if value is not None})
 
     def _check_engine_settings(self) -> None:
         """Have the engine check what it would be given, as far as that is known by now."""
@@ -165,6 +165,12 @@ class SweepInfo:
     group: str
     num_jobs: int
     job_index: int
+
+
+def name_settings(message: str) -> str:
+    """Return an error of the engine's, which begins with the name of one of its settings, with the name of ours."""
+    names = ENGINE_SETTINGS | {"compile_mode": "compile.mode"}
+    return re.sub(r"^\w+", lambda name: names.get(name[0], name[0]), message)
 
 
 def to_plain_dict(config: ExperimentConfig) -> dict[str, Any]:

@@ -11,9 +11,9 @@ _guard: threading.Thread | None = None
 
 
 class StopsAtExit(ABC):
-    """Runs a thread that is no daemon and ends only when told: the interpreter would wait for it forever.
+    """Runs a thread that is no daemon and ends only when stopped: the interpreter would wait for it forever.
 
-    `atexit` comes too late: its functions run after such threads have been joined.
+    `atexit` is too late: its functions run after such threads have been joined.
     """
 
     @abstractmethod

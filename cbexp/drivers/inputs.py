@@ -16,7 +16,7 @@ class DriverInputs:
     """`settings` are the plan's, with the stop ids of the model and the sizes of the round.
 
     `model` is the loaded one; a driver with a process of its own does without it, and writes its log to `log_path`.
-    `on_progress` is told of a slow start. `prompt_lengths` in tokens.
+    `on_progress` gets lines about a slow start. `prompt_lengths` in tokens.
     """
 
     plan: RunPlan

@@ -1,4 +1,4 @@
-"""How near decoding comes to the memory limit: bytes that must move / bandwidth / time."""
+"""How near decoding is to the memory limit: bytes that must move / bandwidth / time."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def summarize_run(
     if not timed:
         raise ValueError("a run without a timed round has no summary")
     if len({record.round_index for record in rounds}) < len(rounds):
-        raise ValueError("two rounds have the same round_index, so that their requests cannot be told apart")
+        raise ValueError("two rounds have the same round_index, so that their requests cannot be kept apart")
     timed_indices = {record.round_index for record in timed}
     timed_requests = [request for request in requests if request.round_index in timed_indices]
     return {

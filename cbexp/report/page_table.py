@@ -97,7 +97,7 @@ COLUMNS = (
     Column("TTFT", "From submission to the first token, median", _ttft),
     Column(
         "memory",
-        "Peak of allocated device memory; reserved: what a peer took of the device; host: of the process, on a CPU",
+        "Peak of allocated device memory; reserved: what vLLM took of the device; host: of the process, on a CPU",
         _memory,
     ),
     Column(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from cbexp.report.rows import Row
 
-# In order of preference: allocated on the device, reserved there by a peer, used by the process on a CPU.
+# In order of preference: allocated on the device, reserved there by vLLM, used by the process on a CPU.
 KINDS = {"peak_allocated_gib": "", "peak_reserved_gib": "reserved", "peak_host_gib": "host"}
 
 

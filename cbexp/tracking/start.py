@@ -97,7 +97,7 @@ def _build_settings(
             finish_timeout_raises=True,
             x_transaction_log_flush_interval=FLUSH_INTERVAL_S,
             x_stats_sampling_interval=SYSTEM_METRICS_INTERVAL_S,
-            x_stats_track_process_tree=True,  # a peer runs in a process of its own
+            x_stats_track_process_tree=True,  # a driver may run in a process of its own
         )
         if config.tags:
             settings.run_tags = tuple(config.tags)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -12,16 +13,24 @@ from cbexp.report.page import build_page
 from cbexp.report.page_table import TIMES
 from cbexp.report.workloads import find_workloads
 
-IDLE = "cache.num_tokens={} has no effect with driver=generate, which has no paged cache."
+REASON = "driver=generate, which has no paged cache"
+IDLE = f"cache.num_tokens={{}} has no effect with {REASON}."
 SLOWER_TOO = "but the same configuration also came out slower than it"
 
 
 @pytest.fixture
 def make_cell(make_run):
-    """A cell whose config.yaml says its driver and its cache, idle without the synchronous driver."""
+    """A cell whose config.yaml says its driver and its cache, idle without the synchronous driver.
 
-    def make(driver, cache, wall_s, num_rounds=5, **more):
-        warnings = [IDLE.format(cache)] if driver == "generate" and cache else []
+    Old records say so in a warning's words alone.
+    """
+
+    def make(driver, cache, wall_s, num_rounds=5, is_old=False, **more):
+        is_idle = driver == "generate" and cache
+        warnings = [IDLE.format(cache)] if is_idle else []
+        if not is_old:
+            idle = {"setting": "cache.num_tokens", "value": cache, "reason": REASON}
+            more["settings_without_effect"] = [idle] if is_idle else []
         overrides = [f"driver={driver}", *([f"cache.num_tokens={cache}"] if cache else [])]
         walls_s = tuple(wall_s * (1 + index / 100) for index in range(num_rounds))
         folder = make_run(f"{driver}_{cache}", overrides, walls_s, warnings=warnings, **more)
@@ -72,6 +81,17 @@ def test_settings_that_have_an_effect_make_rivals(make_cell):
     card = card_of(*folders)
     assert "Not clearly ahead of the runner-up" in card and "more rounds would tell" in card
     assert "#1 is not clearly ahead of #2: 1.01x (" in text_of(*folders)
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_what_has_no_effect_is_read_from_data_and_from_the_words_of_old_records(make_cell, is_old):
+    one, other = (make_cell("generate", cache, 1.0, is_old=is_old) for cache in (1, 2))
+    assert are_same_in_effect(*load_runs([one, other]))
+    words = "cache.num_tokens=1 has no effect with something that no record says."
+    summary = json.loads((one / "summary.json").read_text()) | {"settings_without_effect": []}
+    (one / "summary.json").write_text(json.dumps(summary | {"warnings": [words]}))
+    (other / "summary.json").write_text(json.dumps(summary | {"warnings": [words]}))
+    assert not are_same_in_effect(*load_runs([one, other]))
 
 
 def test_an_idle_setting_of_a_winner_alone_is_in_its_card(make_cell):

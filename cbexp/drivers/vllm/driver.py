@@ -27,7 +27,7 @@ NOT_MEASURED = {
     "allocated_memory": "vLLM allocates in processes of its own; peak_reserved_gib is what it took of the GPU in all",
 }
 NO_REQUEST_TIMES = (
-    "vLLM keeps no times of requests unless told to (driver.request_times=true), and gives all results at once: each "
+    "vLLM keeps no times of requests unless asked to (driver.request_times=true), and gives all results at once: each "
     "latency is the round's"
 )
 
@@ -47,7 +47,7 @@ class VllmDriver(RolloutDriver):
 
     `warmup` (or the first drive) starts the worker, which takes minutes; one engine stays warm over all drives. With
     prefix caching it forgets the prompts of earlier drives before each one, as the synchronous driver does. After an
-    error or Ctrl-C the worker is ended, and the next drive starts another. `on_progress` is told of a slow start.
+    error or Ctrl-C the worker is ended, and the next drive starts another. `on_progress` gets lines about a slow start.
 
     Raises, when it starts: `ConfigError` when vLLM or its interpreter is not there, `NotApplicableError` when vLLM
     finds no device of the kind, `MemoryBudgetError` when model or cache do not fit, `EngineError` for all else.

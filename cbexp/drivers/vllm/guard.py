@@ -1,7 +1,7 @@
 """Leads vLLM's process group and ends it when the process that started both is gone, however that went.
 
 Run by its path with that process's id, and its stdin a pipe that only that process holds open. Nothing else runs here,
-so that neither a worker that never comes to run Python nor one that holds the interpreter's lock can outlive its run;
+so that neither a worker that never gets to run Python nor one that holds the interpreter's lock can outlive its run;
 the group has the processes that vLLM starts too.
 """
 

@@ -42,7 +42,7 @@ class VllmConfig:
 
     @property
     def vllm_variables(self) -> dict[str, str]:
-        """What vLLM is told by variables of its own, which its figures depend on as on arguments; but no secrets."""
+        """Variables of vLLM's own, on which its figures depend as on arguments; but no secrets."""
         return {
             name: value
             for name, value in sorted(self.environment.items())
@@ -51,7 +51,7 @@ class VllmConfig:
 
     @property
     def has_request_times(self) -> bool:
-        """Whether vLLM is to tell when each request was scheduled, got its first token and ended."""
+        """Whether vLLM records when each request was scheduled, got its first token and ended."""
         return not self.engine["disable_log_stats"]
 
 
@@ -62,7 +62,7 @@ class _Start:
         self._config = config
         self._on_progress = on_progress
         self._start_s = time.monotonic()
-        self._told_s = self._start_s
+        self._said_s = self._start_s
         self._phase = ""
 
     @property
@@ -71,7 +71,7 @@ class _Start:
 
     def enter(self, phase: str) -> None:
         self._phase = phase
-        self._tell(f"vLLM: {phase} ...")
+        self._say(f"vLLM: {phase} ...")
 
     def receive(self, worker: WorkerProcess) -> dict[str, Any]:
         try:
@@ -84,12 +84,12 @@ class _Start:
             ) from error
 
     def _on_wait(self) -> None:
-        if time.monotonic() - self._told_s >= PROGRESS_INTERVAL_S:
+        if time.monotonic() - self._said_s >= PROGRESS_INTERVAL_S:
             last = read_last_line(self._config.log_path)
-            self._tell(f"vLLM: {self._phase}, {self.passed_s:.0f} s so far; {last}")
+            self._say(f"vLLM: {self._phase}, {self.passed_s:.0f} s so far; {last}")
 
-    def _tell(self, text: str) -> None:
-        self._told_s = time.monotonic()
+    def _say(self, text: str) -> None:
+        self._said_s = time.monotonic()
         self._on_progress(text)
 
 

@@ -170,7 +170,7 @@ def describe_output(output: Any) -> dict[str, Any]:
 
 
 def serve(commands: Commands, replies: Replies) -> None:
-    """Build one engine, and run rounds on it until told to close."""
+    """Build one engine, and run rounds on it until asked to close."""
     settings = commands.next()["engine"]
     if importlib.util.find_spec("vllm") is None:
         replies.send("not_installed", python=sys.executable)
@@ -197,7 +197,7 @@ def main() -> None:
     commands = Commands()
     try:
         serve(commands, replies)
-    except Exception as error:  # noqa: BLE001 - told to the parent, whatever it is; the traceback is in the log
+    except Exception as error:  # noqa: BLE001 - sent to the parent, whatever it is; the traceback is in the log
         traceback.print_exc()
         replies.send("error", message=f"{type(error).__name__}: {error}")
         sys.exit(1)

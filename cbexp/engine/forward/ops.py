@@ -47,7 +47,8 @@ def rotated_projection(
     from cbexp.engine.kernels import heads
 
     query, key, value = products.project(x, weights, biases)
-    whole_value = (value[0] if len(value) == 1 else value.sum(0)).to(x.dtype)
+    # A tensor of its own: what an operator gives may lie in nothing else.
+    whole_value = value.sum(0).to(x.dtype)
     return (
         heads.norm_and_rotate(query, positions, cos, sin, q_norm, eps=eps),
         heads.norm_and_rotate(key, positions, cos, sin, k_norm, eps=eps),

@@ -188,7 +188,7 @@ def test_products_in_float32(card, multiply, compiled, tmp_path):
             for options in ({"rows": 1}, {"rows": 33, "inner": 2576})
         ),
     ],
-    ids=str,
+    ids=lambda each: getattr(each, "__name__", str(each)),  # the same in every process
 )
 def test_products_of_other_sizes(multiply, options, compiled, tmp_path):
     [kernel] = compiled(90, multiply, torch.float16, **options)
