@@ -1,4 +1,4 @@
-"""Operators of torch that this package adds, and what torch.compile's code generator is told of them."""
+"""Operators of torch that this package adds, and how torch.compile's code generator treats them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On a CUDA device: the same tokens as `generate` in fp32, and complete rounds in bf16."""
+"""Whole drives on a CUDA device: the same tokens as `generate` in fp32, in every way that steps can run."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import time
 
 import pytest
 import torch
-from cbexp.engine.cuda_graphs import GraphReplay
-from cbexp.engine.device_idle import DeviceIdle
-from cbexp.engine.paged_engine import PagedEngine
 
-from cbexp.engine.settings import GRAPH_TREE_MODES
-from tests.engine.driving import drive
+from cbexp.engine import driver as driver_module
+from cbexp.engine.decode.runners import GraphRunner
+from cbexp.engine.decode.timing import DeviceIdle
+from cbexp.engine.types import COMPILE_MODES
+from tests.engine.driving import check_cache_at_rest, drive
 
 pytestmark = pytest.mark.gpu
 
@@ -44,13 +44,9 @@ def on_gpu(new_model, prompts, greedy):
 
 def check_rounds(driver, prompts, expected):
     for num_generations in (1, 3):
-        driver.add_requests(prompts, num_generations=num_generations)
-        completions = list(driver.drive_until_empty().values())
-        assert [c.completion_ids for c in completions] == [
-            e for e in expected for _ in range(num_generations)
-        ]
-        assert not driver._slot._engine.read_trash.any()
-        assert driver._slot._engine.num_referenced_blocks == 0
+        tokens = drive(driver, prompts, num_generations=num_generations)
+        assert tokens == [completion for completion in expected for _ in range(num_generations)]
+        check_cache_at_rest(driver)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3", "mistral", "gpt_oss"])
@@ -62,26 +58,19 @@ def test_fp32_equals_generate(on_gpu, make_driver, prompts, family, settings):
 
 # In fp32 nothing is fused unless it is asked for.
 WAYS = {
-    "eager": {},
-    "captured": {"cuda_graph": True},
-    "compiled": {"compile_mode": "default"},
-    "compiled, fused layers": {"compile_mode": "default", "fusion": "layers"},
-    "tuned": {"compile_mode": "max-autotune-no-cudagraphs"},
-    "tuned trees": {"compile_mode": "max-autotune"},
-    "captured, compiled": {"compile_mode": "default", "cuda_graph": True},
-    "captured, compiled, fused layers": {"compile_mode": "default", "cuda_graph": True, "fusion": "layers"},
-    "captured, layers compiled": {
-        "compile_mode": "default",
-        "cuda_graph": True,
-        "compile_region": "layer",
+    **{mode: {"compile_mode": mode} for mode in COMPILE_MODES},
+    "default, fused layers": {"compile_mode": "default", "fusion": "layers"},
+    "compiled_cuda_graph, fused layers": {"compile_mode": "compiled_cuda_graph", "fusion": "layers"},
+    "reduce_overhead, fused layers": {"compile_mode": "reduce_overhead", "fusion": "layers"},
+    "cuda_graph, fused projections": {"compile_mode": "cuda_graph", "fusion": "projections"},
+    "cuda_graph, fused layers": {"compile_mode": "cuda_graph", "fusion": "layers"},
+    "cuda_graph, always full": {"compile_mode": "cuda_graph", "batch_shape": "full"},
+    "cuda_graph, natural": {"compile_mode": "cuda_graph", "batch_shape": "natural", "buckets": None},
+    "reduce_overhead, natural": {
+        "compile_mode": "reduce_overhead",
+        "batch_shape": "natural",
+        "buckets": None,
     },
-    "trees": {"compile_mode": "reduce-overhead"},
-    "trees, fused layers": {"compile_mode": "reduce-overhead", "fusion": "layers"},
-    "captured, fused projections": {"cuda_graph": True, "fusion": "projections"},
-    "captured, fused layers": {"cuda_graph": True, "fusion": "layers"},
-    "captured, always full": {"cuda_graph": True, "batch_shape": "full"},
-    "captured, natural": {"cuda_graph": True, "batch_shape": "natural", "buckets": None},
-    "trees, natural": {"compile_mode": "reduce-overhead", "batch_shape": "natural", "buckets": None},
 }
 
 
@@ -95,100 +84,75 @@ def test_every_way_says_the_same(on_gpu, make_driver, prompts, settings):
     driver = make_driver(model, eos_token_id=eos, allow_block_sharing=True, **(common | settings))
     check_rounds(driver, prompts, expected)
     assert driver.resolved["fusion"] == settings.get("fusion", "none")
-    assert driver.resolved["self_check"] == (settings != {})
-    stats = driver.compile_stats
-    mode = settings.get("compile_mode")
-    has_graphs = settings.get("cuda_graph", False) or mode in GRAPH_TREE_MODES
+    assert driver.resolved["self_check"] == (settings != {"compile_mode": "eager"})
+    stats, mode = driver.compile_stats, COMPILE_MODES[settings["compile_mode"]]
+    has_graphs = mode.graphs is not None
     assert (stats["graphs"] > 0) == (stats["replays"] > 0) == has_graphs
-    assert (stats["programs"] > 0) == (mode is not None)
+    assert (stats["programs"] > 0) == (mode.torch_mode is not None)
     assert (stats["recompiles"], stats["graph_breaks"], stats["skipped_cudagraphs"]) == (0, 0, 0)
     idle_share = stats["device_idle_share"]
     assert 0 < idle_share < 1 if has_graphs else idle_share is None
 
 
 class CountingIdle(DeviceIdle):
-    """Counts its pieces of work, and tells the milliseconds behind the share."""
+    """Counts its spans, and gives the milliseconds behind the share."""
 
-    def __init__(self):
-        super().__init__()
-        self.num_pieces = 0
+    num_spans = 0
 
     def add(self, start, end):
-        self.num_pieces += 1
+        self.num_spans += 1
         super().add(start, end)
 
     @property
-    def span_ms(self):
-        """Busy and idle."""
-        assert self.share is not None
-        return self._busy_ms + self._idle_ms
-
-    @property
     def idle_ms(self):
-        return self.share * self.span_ms
+        assert self.share is not None
+        return self._idle_ms
 
 
 def test_the_device_waits_for_a_slow_host_between_bursts_and_batches(
     on_gpu, make_driver, prompts, monkeypatch
 ):
     model, expected = on_gpu("qwen3")
-    driver = make_driver(
-        model, cuda_graph=True, num_blocks=64, max_requests_per_batch=4, max_batch_tokens=24, max_burst=4
-    )
-    check_rounds(driver, prompts, expected)  # compiles and captures
+    settings = {"num_blocks": 64, "max_requests_per_batch": 4, "max_batch_tokens": 24, "max_burst": 4}
+    driver = make_driver(model, compile_mode="cuda_graph", **settings)
+    check_rounds(driver, prompts, expected)  # captures
+    delay_s, run_step = 0.05, driver_module._run_step
 
-    def measure():
-        """One more drive: what was measured, and the host's milliseconds."""
-        idle = driver._slot._engine._decoder._bursts.idle = CountingIdle()
-        driver.add_requests(prompts)
-        start_s = time.perf_counter()
-        driver.drive_until_empty()
-        wall_ms = 1000 * (time.perf_counter() - start_s)
-        assert idle.num_pieces == len(driver.steps)
-        assert {step.kind for step in driver.steps} == {"prefill", "decode"}
-        assert 0 < idle.idle_ms < idle.span_ms <= 1.01 * wall_ms + 1
-        assert driver.compile_stats["device_idle_share"] == idle.share
-        return idle
+    def run_step_late(*args):
+        time.sleep(delay_s)
+        return run_step(*args)
 
-    quick = measure()
-    delay_ms, step = 50, PagedEngine.step
-
-    def step_late(engine, model):
-        time.sleep(delay_ms / 1000)
-        return step(engine, model)
-
-    monkeypatch.setattr(PagedEngine, "step", step_late)
-    slow = measure()
-    # Between any two pieces, whichever kind each is of.
-    assert slow.idle_ms > 0.9 * delay_ms * (len(driver.steps) - 1)
-    assert slow.share > quick.share
+    monkeypatch.setattr(driver_module, "_run_step", run_step_late)
+    idle = driver._engine.decoder._idle = CountingIdle()
+    assert drive(driver, prompts) == expected
+    assert idle.num_spans == len(driver.steps)
+    assert {step.kind for step in driver.steps} == {"prefill", "decode"}
+    # Between any two spans, whichever kind each is of; a host that is slower yet makes it more.
+    assert idle.idle_ms > 0.9 * 1000 * delay_s * (len(driver.steps) - 1)
+    assert driver.compile_stats["device_idle_share"] == idle.share
 
 
 def test_a_warm_driver_captures_nothing_more(on_gpu, make_driver, prompts):
     model, expected = on_gpu("qwen3")
-    driver = make_driver(model, cuda_graph=True, num_blocks=64, max_requests_per_batch=6)
+    driver = make_driver(model, compile_mode="cuda_graph", num_blocks=64, max_requests_per_batch=6)
     driver.warmup()
-    num_graphs = driver.compile_stats["graphs"]
-    assert num_graphs == 4
+    assert driver.compile_stats["graphs"] == 4
     check_rounds(driver, prompts, expected)
-    assert driver.compile_stats["graphs"] == num_graphs
+    assert driver.compile_stats["graphs"] == 4
 
 
 def test_a_burst_broken_off_leaves_graphs_and_cache_usable(on_gpu, make_driver, prompts, monkeypatch):
     model, expected = on_gpu("qwen3")
-    driver = make_driver(model, cuda_graph=True, num_blocks=64, max_requests_per_batch=6)
-    original = GraphReplay.run
+    driver = make_driver(model, compile_mode="cuda_graph", num_blocks=64, max_requests_per_batch=6)
+    driver.warmup()
 
-    def break_off(runner, bucket, num_steps):
+    def break_off(runner, bucket, num_steps, original=GraphRunner.run):
         original(runner, bucket, num_steps // 2)
         raise ArithmeticError
 
-    driver.warmup()
-    monkeypatch.setattr(GraphReplay, "run", break_off)
-    driver.add_requests(prompts)
-    with pytest.raises(ArithmeticError):
-        driver.drive_until_empty()
-    monkeypatch.setattr(GraphReplay, "run", original)
+    with monkeypatch.context() as patch, pytest.raises(ArithmeticError):
+        patch.setattr(GraphRunner, "run", break_off)
+        drive(driver, prompts)
     check_rounds(driver, prompts, expected)
 
 
@@ -211,22 +175,15 @@ def test_nan_in_one_request_stays_there(new_model, make_driver, greedy, family, 
     model = new_model(family, head_dim=16).to("cuda", dtype)
     clean = [[1, 2, 3, 4, 5], [8] * 12, [11, 12]]
     # A self-check of rows that hold the poisoned token would end the drive.
-    driver = make_driver(
-        model,
-        cuda_graph=True,
-        max_new_tokens=20,
-        num_blocks=24,
-        max_requests_per_batch=6,
-        self_check=False,
-        **settings,
-    )
+    common = {"max_new_tokens": 20, "num_blocks": 24, "max_requests_per_batch": 6, "self_check": False}
+    driver = make_driver(model, compile_mode="cuda_graph", **common, **settings)
 
     def drive_beside(token, order):
         """Of the clean prompts, then of two others that hold `token`; submitted in `order`, which gives out pages."""
         prompts = [*clean, [6, token, 7], [9, 10, token]]
         completions = drive(driver, [prompts[index] for index in order])
         assert [len(tokens) for tokens in completions] == [20] * 5
-        assert not driver._slot._engine.read_trash.any()
+        check_cache_at_rest(driver)
         by_prompt = [completions[order.index(index)] for index in range(5)]
         return by_prompt[:3], by_prompt[3:]
 
@@ -257,9 +214,7 @@ def test_a_weight_update_on_the_callers_stream_is_seen(new_model, make_driver, p
             for _ in range(20):
                 delay = delay @ delay / 4096
             weight.copy_(weight.flip(0) + 0 * delay[0, 0].nan_to_num())
-        driver.add_requests(prompts)
-        completions = [c.completion_ids for c in driver.drive_until_empty().values()]
-        assert completions == [greedy(model, prompt, NUM_NEW) for prompt in prompts]
+        assert drive(driver, prompts) == [greedy(model, prompt, NUM_NEW) for prompt in prompts]
 
 
 def test_bf16_rounds_are_complete(new_model, make_driver, make_prompts):
@@ -270,8 +225,7 @@ def test_bf16_rounds_are_complete(new_model, make_driver, make_prompts):
         request_ids = driver.add_requests(prompts, num_generations=4, max_new_tokens=50)
         completions = driver.drive_until_empty()
         assert list(completions) == request_ids
-        assert {len(c) for c in completions.values()} == {50}
-        assert {c.finish_reason for c in completions.values()} == {"length"}
+        assert {(len(c), c.finish_reason) for c in completions.values()} == {(50, "length")}
     assert driver.resolved["dtype"] == "bfloat16"
 
 
@@ -281,8 +235,7 @@ def test_close_gives_the_memory_back(new_model, make_driver, prompts):
     before = torch.cuda.memory_allocated()
     driver = make_driver(model, num_blocks=200_000, max_batch_tokens=64)
     assert torch.cuda.memory_allocated() - before > 2**28
-    driver.add_requests(prompts)
-    driver.drive_until_empty()
+    drive(driver, prompts)
     driver.close()
     # cuBLAS keeps its workspaces.
     assert torch.cuda.memory_allocated() - before < 2**27

@@ -1,12 +1,18 @@
-"""Random rounds in random settings, ended or interrupted: what comes out always equals `generate`, or a start of it."""
+"""Random rounds in random settings, ended or interrupted, and thousands of requests: always what `generate` says."""
 
 from __future__ import annotations
 
+import gc
 import random
 
+import psutil
 import pytest
 
+from tests.engine.driving import check_cache_at_rest
+
+FAMILIES = ("qwen3", "gemma2", "gemma3", "mistral", "gpt_oss")
 MAX_NEW = 24
+NUM_SEEDS, NUM_QUICK_SEEDS = 60, 12
 
 
 class InterruptedDriveError(Exception):
@@ -25,18 +31,26 @@ def draw_settings(rng, longest):
         "page_size": rng.choice([4, 8, 16]),
         "max_batch_tokens": rng.choice([3, 8, 32, 256]),
         "max_requests_per_batch": rng.choice([None, 1, 4]),
+        "max_burst": rng.choice([1, 5, 128]),
+        "batch_shape": rng.choice(["natural", "buckets", "full"]),
         "scheduler": rng.choice(["fifo", "prefill_first"]),
         "allow_block_sharing": rng.random() < 0.5,
+        "eos_token_id": rng.sample(range(97), rng.choice([0, 5])),
     }
     if rng.random() < 0.7:
         settings["num_blocks"] = rng.choice([2, 3]) * (longest // settings["page_size"] + 1) + 4
     return settings
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_a_random_round(shared_model, make_driver, reference, seed):
-    rng = random.Random(seed)
-    family = ("qwen3", "gemma2", "gemma3", "mistral", "gpt_oss")[seed % 5]
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(seed, marks=pytest.mark.slow if seed >= NUM_QUICK_SEEDS else ())
+        for seed in range(NUM_SEEDS)
+    ],
+)
+def test_a_random_round(shared_model, make_driver, references, seed):
+    rng, family = random.Random(seed), FAMILIES[seed % len(FAMILIES)]
     prompts, limits, num_generations = draw_round(rng)
     interrupted_at = rng.choice([None, rng.randint(0, 15)])
 
@@ -45,18 +59,62 @@ def test_a_random_round(shared_model, make_driver, reference, seed):
             raise InterruptedDriveError
 
     longest = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
-    driver = make_driver(shared_model(family), on_step=on_step, **draw_settings(rng, longest))
+    settings = draw_settings(rng, longest)
+    driver = make_driver(shared_model(family), on_step=on_step, **settings)
+    expected = references(family, prompts, limits, settings["eos_token_id"], num_generations)
     for _ in range(2):
         request_ids = driver.add_requests(prompts, max_new_tokens=limits, num_generations=num_generations)
         try:
             completions = driver.drive_until_empty()
-            assert {c.finish_reason for c in completions.values()} == {"length"}
+            assert {c.finish_reason for c in completions.values()} <= {"length", "eos"}
         except InterruptedDriveError:
             completions = driver.partial_completions
+        check_cache_at_rest(driver)
         assert list(completions) == request_ids
-        for index, completion in enumerate(completions.values()):
-            group = index // num_generations
-            expected = reference(family, prompts[group], MAX_NEW)[: limits[group]]
-            if completion.finish_reason == "failed":
-                expected = expected[: len(completion)]
-            assert completion.completion_ids == expected
+        for completion, tokens in zip(completions.values(), expected, strict=True):
+            has_failed = completion.finish_reason == "failed"
+            assert completion.completion_ids == (tokens[: len(completion)] if has_failed else tokens)
+
+
+def memory_in_use():
+    """Python objects alive, and MiB of the process."""
+    gc.collect()
+    return len(gc.get_objects()), psutil.Process().memory_info().rss / 2**20
+
+
+@pytest.mark.parametrize(
+    ("num_rounds", "num_prompts"), [(4, 150), pytest.param(8, 1250, marks=pytest.mark.slow)]
+)
+def test_nothing_is_kept_of_thousands_of_requests(new_model, make_driver, greedy, num_rounds, num_prompts):
+    """Each is served, and leaves neither blocks in the cache nor objects in memory."""
+    rng, eos = random.Random(0), 5
+    starts = [[rng.randrange(97) for _ in range(16)] for _ in range(20)]
+    model = new_model("qwen3", num_hidden_layers=1)
+    settings = {"max_requests_per_batch": 64, "num_blocks": 150, "max_batch_tokens": 512}
+    driver = make_driver(model, eos_token_id=eos, allow_block_sharing=True, **settings)
+    reasons, kinds, in_use = set(), set(), []
+    for _ in range(num_rounds):
+        prompts = [
+            [*(rng.choice(starts) if rng.random() < 0.3 else []), *(rng.randrange(97) for _ in range(24))]
+            for _ in range(num_prompts)
+        ]
+        prompts = [prompt[: rng.randint(1, 24)] for prompt in prompts]
+        limits = [rng.randint(1, 12) for _ in prompts]
+        request_ids = driver.add_requests(prompts, max_new_tokens=limits)
+        completions = driver.drive_until_empty()
+        assert list(completions) == request_ids
+        rows = list(zip(prompts, limits, completions.values(), strict=True))
+        for prompt, limit, completion in rng.sample(rows, 10):
+            assert completion.completion_ids == greedy(model, prompt, limit, (eos,))
+        reasons |= {completion.finish_reason for completion in completions.values()}
+        kinds |= {(step.kind, step.bucket is None) for step in driver.steps}
+        check_cache_at_rest(driver)
+        del completions, completion, rows, prompts, limits, request_ids
+        driver._steps.clear()
+        in_use.append(memory_in_use())
+    assert reasons == {"eos", "length"}
+    assert ("decode", True) in kinds, "nobody was evicted"
+    # The first round fills caches. A request that left an object would show, and of 1250 one that left a kibibyte.
+    (objects, mib), (objects_after, mib_after) = in_use[1], in_use[-1]
+    assert objects_after - objects < num_prompts
+    assert mib_after - mib < 8

@@ -83,12 +83,16 @@ def checkout(make_run, tmp_path):
 
 
 def test_own_workloads_come_newest_first_and_the_references_last(checkout, make_run):
-    rows = run_rows(load_runs([checkout]))
+    runs = load_runs([checkout])
+    rows = run_rows(runs)
     hashes = [row["workload_hash"][0] for row in rows if row["workload_hash"]]
     assert "".join(hashes) == "nnloorrr"
     assert rows[-1]["status"] == "failed"
     rates = [row["output_tokens_per_s"] for row in rows[5:8]]
     assert rates == sorted(rates, reverse=True)
+    works = find_works(rows, runs)
+    assert [work.letter for work in works] == ["A", "B", "C", "D"]
+    assert [work.lead is None for work in works] == [False, True, False, False]  # a lone run has won nothing
     again = make_run("outputs/again", [*SHARED, "compile=eager"], workload_hash="r" * 64)
     write_json(again / "status.json", {"status": "completed", "started_at": "2026-11-25T00:00:00+00:00"})
     assert run_rows(load_runs([checkout]))[0]["workload_hash"][0] == "r", (

@@ -262,6 +262,7 @@ CELL = {"index": 0, "cell_hash": "a", "folder": "a", "overrides": [], "command":
         "{",
         "[]",
         '{"format": 2}',
+        '{"format": 1}',
         {"commit": 1},
         {"versions": None},
         {"resumed": None},

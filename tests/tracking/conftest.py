@@ -28,7 +28,6 @@ def server(monkeypatch):
     server = FakeServer()
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
-    monkeypatch.setenv("WANDB_FINISH_TIMEOUT", "1")
     wandb.teardown()
     yield server
     server.stop()

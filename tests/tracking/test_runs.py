@@ -310,8 +310,10 @@ def test_online_run_names_its_page_prints_nothing_and_leaks_no_key(run_dir, capf
 
 
 @pytest.mark.slow
-def test_server_lost_in_the_middle_loses_no_round(run_dir, server):
+def test_server_lost_in_the_middle_loses_no_round(run_dir, server, monkeypatch):
     """wandb asks the server for 20 seconds before it gives up on an artifact."""
+    monkeypatch.setenv("WANDB_FINISH_TIMEOUT", "1")
+    wandb.teardown()
     tracker = start(run_dir, mode="online")
     tracker.log_round(a_round(0), [])
     server.stop()

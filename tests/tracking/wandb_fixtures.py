@@ -47,7 +47,7 @@ def lose_server(patch: pytest.MonkeyPatch) -> None:
     """Credentials for a server that does not answer."""
     patch.setenv("WANDB_API_KEY", KEY)
     patch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
-    patch.setenv("WANDB_INIT_TIMEOUT", "1")
+    patch.setenv("WANDB_INIT_TIMEOUT", "3")
     wandb.teardown()
 
 

@@ -40,7 +40,7 @@ VARLEN_HEAD_DIM_MULTIPLE = 8
 # No field of a config tells that the heads have a learned sink.
 MODEL_TYPES_WITH_SINKS = frozenset({"flint", "gpt_oss", "granite_swa", "granitemoe_swa"})
 
-# torch 2.11 takes fewer key heads than query heads without being told.
+# torch 2.11 has no flag for fewer key heads than query heads, and takes them.
 _GQA_FLAG: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 )

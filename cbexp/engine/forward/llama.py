@@ -18,7 +18,7 @@ from cbexp.engine.forward import ops
 from cbexp.engine.forward.projections import find_projection_groups
 
 # Models whose decoder layer is: norm, q/k/v, (norm of each head,) rotary embedding, attention, o, residual; norm, gated
-# SiLU, residual. Told by class: a like name with another order of norms, or a scaled residual, would be wrong.
+# SiLU, residual. By their classes: a like name with another order of norms, or a scaled residual, would be wrong.
 MODEL_CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 # Rotary embeddings whose angle depends on the position alone, not on the length of the sequence.
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -184,39 +184,20 @@ class LlamaForward:
         return hidden
 
     def _attend_paged(self, positions: Tensor, hidden: Tensor, layer: LlamaLayer, index: int) -> Tensor:
-        model, pages = self._model, self._pages[index]
+        pages = self._pages[index]
         attended: Tensor = ops.attend_new_token(
-            hidden,
-            layer.qkv,
-            layer.qkv_biases,
-            positions,
-            model.cos,
-            model.sin,
-            layer.q_norm,
-            layer.k_norm,
+            *self._projection(positions, hidden, layer),
             pages.pages,
             pages.block_table,
             pages.page_offset,
             self._arrivals,
-            model.eps,
-            model.scaling,
+            self._model.scaling,
             pages.window,
         )
         return attended
 
     def _attend_packed(self, batch: dict[str, Any], hidden: Tensor, layer: LlamaLayer, index: int) -> Tensor:
-        model = self._model
-        heads = ops.rotated_projection(
-            hidden,
-            layer.qkv,
-            layer.qkv_biases,
-            batch["position_ids"][0],
-            model.cos,
-            model.sin,
-            layer.q_norm,
-            layer.k_norm,
-            model.eps,
-        )
+        heads = ops.rotated_projection(*self._projection(batch["position_ids"][0], hidden, layer))
         # As model code hands them to a cache: [1, heads, tokens, head_dim].
         query, key, value = (part.transpose(0, 1)[None] for part in heads)
         kwargs = dict(batch)  # the cache puts this layer's lengths in place of all
@@ -225,8 +206,13 @@ class LlamaForward:
         window = self._pages[index].window
         lengths = packed_lengths(kwargs, "sliding_attention" if window else "full_attention")
         packed = query.squeeze(0), key.squeeze(0), value.squeeze(0)
-        attended = attend_packed(*packed, lengths, model.scaling, window, None, None)
+        attended = attend_packed(*packed, lengths, self._model.scaling, window, None, None)
         return attended.reshape(hidden.shape[0], -1)
+
+    def _projection(self, positions: Tensor, hidden: Tensor, layer: LlamaLayer) -> tuple[Any, ...]:
+        """What both operators that make heads take first."""
+        model, norms = self._model, (layer.q_norm, layer.k_norm)
+        return (hidden, layer.qkv, layer.qkv_biases, positions, model.cos, model.sin, *norms, model.eps)
 
 
 def why_not_llama(model: PreTrainedModel) -> str | None:

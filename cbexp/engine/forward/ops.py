@@ -47,7 +47,8 @@ def rotated_projection(
     from cbexp.engine.kernels import heads
 
     query, key, value = products.project(x, weights, biases)
-    whole_value = (value[0] if len(value) == 1 else value.sum(0)).to(x.dtype)
+    # A tensor of its own: what an operator gives may lie in nothing else.
+    whole_value = value.sum(0).to(x.dtype)
     return (
         heads.norm_and_rotate(query, positions, cos, sin, q_norm, eps=eps),
         heads.norm_and_rotate(key, positions, cos, sin, k_norm, eps=eps),
@@ -65,11 +66,11 @@ def attend_new_token(
     sin: Tensor,
     q_norm: Tensor | None,
     k_norm: Tensor | None,
+    eps: float,
     pages: Tensor,
     block_table: Tensor,
     page_offset: Tensor,
     arrivals: Tensor,
-    eps: float,
     scaling: float,
     window: int,
 ) -> Tensor:
@@ -122,7 +123,7 @@ def project_add_norm(
 @operator(reference.gated_projection)
 def gated_projection(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     """As `reference.gated_projection`."""
-    return products.gate(x, gate, up)
+    return products.project_gated(x, gate, up)
 
 
 @operator(reference.best_tokens)

@@ -28,8 +28,8 @@ class PlainForward:
     """Implements `DecodeForward` by unchanged model code, which must run the engine's attention; `pages` by layer."""
 
     def __init__(self, model: nn.Module, pages: Sequence[LayerPages]) -> None:
-        self._model = model
-        self._pages = pages
+        self.model = model
+        self.pages = pages
 
     def __call__(self, token_ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """As `DecodeForward`.
@@ -41,10 +41,10 @@ class PlainForward:
 
     def logits(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """As `DecodeForward`, in the model's dtype."""
-        output = self._model(
+        output = self.model(
             input_ids=token_ids[:, None],
             position_ids=positions.clamp(min=0).long()[:, None],
-            cache=_DecodeCache(self._pages, positions),
+            cache=_DecodeCache(self.pages, positions),
             attention_mask=None,
             use_cache=False,
         )
@@ -55,13 +55,13 @@ class _DecodeCache:
     """What transformers' model code takes for its cache. It holds no state, so a compiled forward guards on none."""
 
     def __init__(self, pages: Sequence[LayerPages], positions: Tensor) -> None:
-        self._pages = pages
+        self.pages = pages
         self._positions = positions
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any]
     ) -> tuple[Tensor, Tensor]:
         """Return the new keys and values as they are; the attention function gets `paged_layer` and `positions`."""
-        kwargs["paged_layer"] = self._pages[layer_idx]
+        kwargs["paged_layer"] = self.pages[layer_idx]
         kwargs["positions"] = self._positions
         return key_states, value_states

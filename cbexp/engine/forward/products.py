@@ -16,7 +16,7 @@ from cbexp.engine.forward.reference import joint_linear
 
 # Rows up to which the engine's kernels are the faster ones.
 MAX_SKINNY_ROWS = 64
-# Both weights of a pair, and what lies between them in memory, begin at a multiple of this many bytes.
+# The distance in memory between two weights of one batched product is a multiple of so many bytes.
 ALIGNMENT = 16
 
 
@@ -53,14 +53,14 @@ def project_whole(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
     return [part[0] for part in parts]
 
 
-def gate(x: Tensor, gate_weight: Tensor, up_weight: Tensor) -> Tensor:
+def project_gated(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     """`silu(x @ gate.T) * (x @ up.T)` [rows, n] of two weights [n, in_features], on a CUDA device."""
     from cbexp.engine.kernels import linear, tiles
 
     if x.shape[0] <= MAX_SKINNY_ROWS:
         tile = tiles.choose_gated_tile(x.shape[0], x.itemsize, tiles.device_limits(x.device))
-        return linear.gate_up_silu(x, gate_weight, up_weight, tile)
-    return linear.silu_product(*_project_many_rows(x, [gate_weight, up_weight], []))
+        return linear.gate_up_silu(x, gate, up, tile)
+    return linear.silu_product(*_project_many_rows(x, [gate, up], []))
 
 
 def _in_halves(x: Tensor, weight: Tensor) -> Tensor:

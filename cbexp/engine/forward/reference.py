@@ -64,11 +64,11 @@ def attend_new_token(
     sin: Tensor,
     q_norm: Tensor | None,
     k_norm: Tensor | None,
+    eps: float,
     pages: Tensor,
     block_table: Tensor,
     page_offset: Tensor,
     arrivals: Tensor,  # noqa: ARG001
-    eps: float,
     scaling: float,
     window: int,
 ) -> Tensor:

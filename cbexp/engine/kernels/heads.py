@@ -25,6 +25,16 @@ def load_sum(parts, place, inside, stride, SPLITS: tl.constexpr, dtype: tl.const
 
 
 @triton.jit
+def load_halves(
+    parts, place, inside, stride, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, dtype: tl.constexpr
+):
+    """`load_sum` of heads, whose first halves are at `place`, as their two halves."""
+    first = load_sum(parts, place, inside, stride, SPLITS, dtype)
+    second = load_sum(parts, place + HEAD_DIM // 2, inside, stride, SPLITS, dtype)
+    return first, second
+
+
+@triton.jit
 def _norm_halves(first, second, weight, inside, eps, HEAD_DIM: tl.constexpr, dtype: tl.constexpr):
     """RMS norm over the last axis; `weight` points at those of the first half, rounded as Llama's own code does."""
     variance = (tl.sum(first * first, axis=-1) + tl.sum(second * second, axis=-1)) / HEAD_DIM
@@ -91,8 +101,7 @@ def _norm_and_rotate_kernel(
     dtype = out.dtype.element_ty
     place = (row * NUM_HEADS + head)[:, None] * HEAD_DIM + half[None, :]
     stride = num_rows.to(tl.int64) * NUM_HEADS * HEAD_DIM
-    first = load_sum(parts, place, inside, stride, SPLITS, dtype)
-    second = load_sum(parts, place + half_dim, inside, stride, SPLITS, dtype)
+    first, second = load_halves(parts, place, inside, stride, HEAD_DIM, SPLITS, dtype)
     angle = tl.maximum(tl.load(positions + row), 0).to(tl.int64) * HEAD_DIM + half
     cosines = tl.load(cos + angle, mask=in_half, other=0.0).to(tl.float32)[None, :]
     sines = tl.load(sin + angle, mask=in_half, other=0.0).to(tl.float32)[None, :]

@@ -26,25 +26,26 @@ def _multiply(
     n_inside,
     row,
     row_inside,
-    first_k,
+    split,
     K: tl.constexpr,
-    K_EACH: tl.constexpr,
-    HAS_EDGE: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
     EXACT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Products [n, row] of weight rows (pointers [n, 1]) and rows of x over K_EACH columns.
+    """Products [n, row] of weight rows (pointers [n, 1]) and rows of x over one of SPLITS parts of their columns.
 
-    Waits for x, and lets go once it is read. HAS_EDGE: some of those columns may lie beyond K.
+    Waits for x, and lets go once it is read.
     """
+    # Not by tl.cdiv, whose result is no constant to Triton 3.6.
+    K_EACH: tl.constexpr = ((K + SPLITS - 1) // SPLITS + BLOCK_K - 1) // BLOCK_K * BLOCK_K
     wait_for_predecessor(DEPENDENT)
     x_rows = x + row[None, :].to(tl.int64) * K
     acc = tl.zeros([n_inside.shape[0], row.shape[0]], tl.float32)
     for start in tl.range(0, K_EACH, BLOCK_K, num_stages=STAGES):
-        k = first_k + start + tl.arange(0, BLOCK_K)
-        if HAS_EDGE:
+        k = split * K_EACH + start + tl.arange(0, BLOCK_K)
+        if K % (BLOCK_K * SPLITS) != 0:  # some columns may lie beyond K
             w = tl.load(weight_rows + k[None, :], mask=n_inside[:, None] & (k < K)[None, :], other=0.0)
             v = tl.load(x_rows + k[:, None], mask=row_inside[None, :] & (k < K)[:, None], other=0.0)
         else:
@@ -83,7 +84,6 @@ def _linear_kernel(
 ):
     tile, split = tl.program_id(0), tl.program_id(1)
     # Each weight has tiles of its own, the second's after the first's; N_1 and N_2 may be 0.
-    # Not by tl.cdiv, whose result is no constant to Triton 3.6.
     FIRST_1: tl.constexpr = (N_0 + BLOCK_N - 1) // BLOCK_N
     FIRST_2: tl.constexpr = FIRST_1 + (N_1 + BLOCK_N - 1) // BLOCK_N
     weight, bias, out, N, first = weight_0, bias_0, out_0, N_0, 0
@@ -100,21 +100,9 @@ def _linear_kernel(
     n = (tile - first) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.program_id(2) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     n_inside, row_inside = n < N, row < num_rows
-    K_EACH: tl.constexpr = ((K + SPLITS - 1) // SPLITS + BLOCK_K - 1) // BLOCK_K * BLOCK_K
+    weight_rows = weight + n[:, None].to(tl.int64) * K
     acc = _multiply(
-        x,
-        weight + n[:, None].to(tl.int64) * K,
-        n_inside,
-        row,
-        row_inside,
-        split * K_EACH,
-        K,
-        K_EACH,
-        K % (BLOCK_K * SPLITS) != 0,
-        BLOCK_K,
-        STAGES,
-        EXACT,
-        DEPENDENT,
+        x, weight_rows, n_inside, row, row_inside, split, K, BLOCK_K, SPLITS, STAGES, EXACT, DEPENDENT
     )
     if HAS_BIAS:
         # Once: with the first part.
@@ -152,22 +140,8 @@ def _gate_up_kernel(
     place = column[:, None].to(tl.int64) * K
     row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     row_inside = row < num_rows
-    K_EACH: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K * BLOCK_K
-    acc = _multiply(
-        x,
-        tl.where(both[:, None] < BLOCK_N, gate_weight + place, up_weight + place),
-        column < N,
-        row,
-        row_inside,
-        0,
-        K,
-        K_EACH,
-        K % BLOCK_K != 0,
-        BLOCK_K,
-        STAGES,
-        EXACT,
-        DEPENDENT,
-    )
+    weight_rows = tl.where(both[:, None] < BLOCK_N, gate_weight + place, up_weight + place)
+    acc = _multiply(x, weight_rows, column < N, row, row_inside, 0, K, BLOCK_K, 1, STAGES, EXACT, DEPENDENT)
     gate, up = tl.split(acc.reshape(2, BLOCK_N, BLOCK_ROWS).permute(1, 2, 0))
     # Rounded where the model's own code rounds: after each product, after the activation, after their product.
     dtype = out.dtype.element_ty
@@ -211,22 +185,8 @@ def _head_kernel(
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     n_inside, row_inside = n < N, row < num_rows
-    K_EACH: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K * BLOCK_K
-    acc = _multiply(
-        x,
-        weight + n[:, None].to(tl.int64) * K,
-        n_inside,
-        row,
-        row_inside,
-        0,
-        K,
-        K_EACH,
-        K % BLOCK_K != 0,
-        BLOCK_K,
-        STAGES,
-        EXACT,
-        DEPENDENT,
-    )
+    weight_rows = weight + n[:, None].to(tl.int64) * K
+    acc = _multiply(x, weight_rows, n_inside, row, row_inside, 0, K, BLOCK_K, 1, STAGES, EXACT, DEPENDENT)
     # The model's logits have the model's dtype: rounding first keeps its ties, of which the lowest id wins.
     logits = acc.to(x.dtype.element_ty).to(tl.float32)
     logits = tl.where(n_inside[:, None], logits, float("-inf"))

@@ -7,44 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cbexp.engine.kernels.heads import load_sum, norm_and_rotate_halves
+from cbexp.engine.kernels.heads import load_halves, load_sum, norm_and_rotate_halves
 from cbexp.engine.kernels.launch import launch_options, release_successor, wait_for_predecessor
 from cbexp.engine.kernels.tiles import MIN_GROUP_ROWS, AttentionTile
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _load_heads(
-    query_parts,
-    key_parts,
-    value_parts,
-    num_rows,
-    row,
-    kv_head,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    GROUP_ROWS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    dtype: tl.constexpr,
-):
-    """What the projections made for one key head of a row: its queries and its key in halves, and its value."""
-    GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
-    HALF: tl.constexpr = HEAD_DIM // 2
-    lane, half, dim = tl.arange(0, GROUP_ROWS), tl.arange(0, HALF), tl.arange(0, HEAD_DIM)
-    in_group, in_half = (lane < GROUP)[:, None], half < HALF
-    queries = query_parts + (row * NUM_HEADS + kv_head * GROUP) * HEAD_DIM
-    own = (row * NUM_KV_HEADS + kv_head) * HEAD_DIM
-    q_stride = num_rows.to(tl.int64) * NUM_HEADS * HEAD_DIM
-    kv_stride = num_rows.to(tl.int64) * NUM_KV_HEADS * HEAD_DIM
-    place_q = lane[:, None] * HEAD_DIM + half[None, :]
-    q_first = load_sum(queries, place_q, in_group, q_stride, SPLITS, dtype)
-    q_second = load_sum(queries, place_q + HALF, in_group, q_stride, SPLITS, dtype)
-    k_first = load_sum(key_parts + own, half, in_half, kv_stride, SPLITS, dtype)
-    k_second = load_sum(key_parts + own, half + HALF, in_half, kv_stride, SPLITS, dtype)
-    value = load_sum(value_parts + own, dim, dim < HEAD_DIM, kv_stride, SPLITS, dtype)
-    return q_first, q_second, k_first, k_second, value
 
 
 @triton.jit
@@ -191,7 +158,7 @@ def _combine_chunks(
 
 
 @triton.jit(do_not_specialize=["num_rows", "chunk_size", "max_chunks"])
-def _rotated_attention_kernel(
+def _rotated_attention_kernel(  # noqa: PLR0915 - a call each would need twenty arguments
     query_parts,
     key_parts,
     value_parts,
@@ -244,20 +211,14 @@ def _rotated_attention_kernel(
         if chunk >= num_chunks:
             return
     # Before it is known whether the row is active: loads behind that branch would wait for its own.
-    q_first, q_second, k_first, k_second, value = _load_heads(
-        query_parts,
-        key_parts,
-        value_parts,
-        num_rows,
-        row,
-        kv_head,
-        NUM_HEADS,
-        NUM_KV_HEADS,
-        HEAD_DIM,
-        GROUP_ROWS,
-        SPLITS,
-        dtype,
-    )
+    queries = query_parts + (row * NUM_HEADS + kv_head * GROUP) * HEAD_DIM
+    own = (row * NUM_KV_HEADS + kv_head) * HEAD_DIM
+    q_stride = num_rows.to(tl.int64) * NUM_HEADS * HEAD_DIM
+    kv_stride = num_rows.to(tl.int64) * NUM_KV_HEADS * HEAD_DIM
+    q_place = lane[:, None] * HEAD_DIM + half[None, :]
+    q_first, q_second = load_halves(queries, q_place, in_group, q_stride, HEAD_DIM, SPLITS, dtype)
+    k_first, k_second = load_halves(key_parts + own, half, in_half, kv_stride, HEAD_DIM, SPLITS, dtype)
+    value = load_sum(value_parts + own, dim, dim < HEAD_DIM, kv_stride, SPLITS, dtype)
     offset, position = tl.load(page_offset), tl.load(positions + row)
     place_out = (row * NUM_HEADS + head)[:, None] * HEAD_DIM + dim[None, :]
     if position < 0:

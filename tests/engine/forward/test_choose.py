@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+
 import peft
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from cbexp.engine import EngineError
 from cbexp.engine.forward import ForwardChoice, PlainForward
 from cbexp.engine.forward.llama import LlamaForward
-from tests.engine.forward.models import MAX_POSITIONS, build, build_buffers, layer, places
+from tests.engine.forward.models import MAX_POSITIONS, CountProducts, build, build_buffers, layer, places
 
 FUSIONS = ["none", "projections", "layers"]
 INPUTS = torch.tensor([3, 96]), torch.zeros(2, dtype=torch.int32)
@@ -59,8 +62,13 @@ def test_no_parameter_moves(fusion):
 @torch.no_grad()
 def test_every_forward_says_the_same(choice, model):
     choice.begin()
-    expected = choice.plain_logits(*INPUTS)
-    torch.testing.assert_close(choice.forward.logits(*INPUTS), expected, rtol=1e-5, atol=2e-5)
+    with CountProducts() as count:
+        expected = choice.plain_logits(*INPUTS)
+    assert count.joint == 0
+    with CountProducts() as count:
+        logits = choice.forward.logits(*INPUTS)
+    assert count.joint == (6 if choice.fusion == "projections" else 0)
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=2e-5)
     next_ids, best_logits = choice.forward(*INPUTS)
     assert next_ids.equal(expected.argmax(-1))
     torch.testing.assert_close(best_logits, expected.amax(-1), rtol=1e-5, atol=2e-5)
@@ -157,6 +165,18 @@ def test_compiled_as_one_graph_without_gradients(fusion):
         torch.testing.assert_close(logits, choice.plain_logits(*inputs), rtol=1e-4, atol=1e-4)
     choice.close()
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("fusion", FUSIONS)
+def test_a_closed_choice_keeps_no_page_of_the_cache(fusion, model):
+    layers = build_buffers(model, 2).layers
+    choice = ForwardChoice(model, layers, fusion, MAX_POSITIONS)
+    choice.begin()
+    pages = StorageWeakRef(layers[0].pages.untyped_storage())
+    del layers
+    choice.close()
+    gc.collect()
+    assert pages.expired()
 
 
 def test_auto_fuses_nothing_on_a_cpu(model):

@@ -204,7 +204,7 @@ OPERATORS = {
     "joint_linear": (randn(2, 5, HIDDEN), QKV, BIASES),
     "embed_norm": (torch.tensor([1, 5, 0]), randn(7, HIDDEN), NORM, EPS),
     "rotated_projection": (*ROTATED, EPS),
-    "attend_new_token": (*ROTATED, *PAGES, *OFFSET_AND_ARRIVALS, EPS, 0.25, 0),
+    "attend_new_token": (*ROTATED, EPS, *PAGES, *OFFSET_AND_ARRIVALS, 0.25, 0),
     "project_add_norm": (X, randn(HIDDEN, HIDDEN), NORM, X, NORM, EPS),
     "gated_projection": (X, randn(40, HIDDEN), randn(40, HIDDEN, seed=1)),
     "best_tokens": (X, randn(97, HIDDEN)),

@@ -49,7 +49,8 @@ def matrix(out_features, in_features, dtype, seed=1):
 def qkv(dtype, head_dim=HEAD_DIM, has_bias=False):
     """Weights and biases of the queries, keys and values."""
     sizes = [heads * head_dim for heads in (HEADS, KV_HEADS, KV_HEADS)]
-    biases = [tensor(n, dtype=dtype, seed=3) for n in sizes] if has_bias else []
+    # Small: heads without a norm are as long as they come, and what rounds them counts in the softmax.
+    biases = [tensor(n, dtype=dtype, seed=3) / 4 for n in sizes] if has_bias else []
     return [matrix(n, HIDDEN, dtype, seed) for seed, n in enumerate(sizes)], biases
 
 

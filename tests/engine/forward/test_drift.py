@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from cbexp.engine.model_forward import ModelForward
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import cbexp
 from cbexp.dataset.arithmetic import build_questions
-from cbexp.engine import decode_model
+from cbexp.engine.forward import ForwardChoice, PlainForward
 from cbexp.engine.sampling import choose_best
 
 FOLDER = Path(cbexp.__file__).parent / "assets" / "tiny"
@@ -37,12 +36,12 @@ def test_log_probabilities_of_generated_tokens_are_those_of_the_models_own_code(
     device, make_driver_anywhere, monkeypatch
 ):
     drifts = []
-    build_forward = decode_model.DecodeModel._build_forward
+    build_forward = ForwardChoice._build_forward
 
     def build_both(self):
-        return BothForwards(ModelForward(self._model, self._pages), build_forward(self), drifts)
+        return BothForwards(PlainForward(self._model, self._pages), build_forward(self), drifts)
 
-    monkeypatch.setattr(decode_model.DecodeModel, "_build_forward", build_both)
+    monkeypatch.setattr(ForwardChoice, "_build_forward", build_both)
     model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.bfloat16).to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     chats = [
