@@ -35,10 +35,18 @@ def run(config, fake, name="run"):
 
 
 def test_a_job_has_the_records_of_any_other(fake):
-    config = experiment(fake, driver={"request_times": True}, median_new_tokens=4, max_new_tokens=20)
+    driver, cache = {"request_times": True}, {"scheduler": "prefill_first"}
+    config = experiment(fake, driver=driver, cache=cache, median_new_tokens=4, max_new_tokens=20)
     outcome, folder = run(config, fake)
     assert outcome.status == "completed", outcome.message
     summary = read_json(folder / "summary.json")
+    (idle,) = summary["settings_without_effect"]
+    assert idle == {
+        "setting": "cache.scheduler",
+        "value": "prefill_first",
+        "reason": "driver=vllm, which decides itself",
+    }
+    assert read_json(folder / "engine.json")["plan"]["settings_without_effect"] == [idle]
     assert summary["backend"] == "vllm"
     assert (summary["device"], summary["dtype"], summary["attn_impl"]) == ("cpu", "float32", "vllm")
     assert summary["compile_mode"] == "default"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cbexp.config.defaults import default_of
-from cbexp.drivers.registry import DRIVERS, STEP_SETTINGS
+from cbexp.drivers.registry import STEP_SETTINGS
 from cbexp.engine.types import COMPILE_MODES, ENGINE_ATTENTION
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class IdleSetting:
-    """A setting by its dotted name that differs from its default and changes nothing, and with what it does not."""
+    """A setting, by its dotted name, that differs from its default and changes nothing; `reason`: with what."""
 
     setting: str
     value: Any
@@ -59,7 +59,7 @@ def _find_all(config: ExperimentConfig, compile_mode: str, has_kernels: bool) ->
     yield from _find_in_sampling(config)
     yield from _find_in_compile(config, compile_mode, has_kernels)
     yield from _find_by_driver(config)
-    if config.cache.num_tokens is not None:
+    if config.cache.num_tokens is not None and config.driver_kind.has_paged_cache:
         yield "cache.max_memory_fraction", f"cache.num_tokens={config.cache.num_tokens}"
     if config.tracking.mode == "disabled":
         yield from _all_of("tracking", config.tracking, "tracking.mode=disabled", but=("mode",))
@@ -97,7 +97,7 @@ def _find_in_sampling(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
 
 
 def _find_in_compile(config: ExperimentConfig, mode: str, has_kernels: bool) -> Iterator[tuple[str, str]]:
-    kind, attention = DRIVERS[config.driver.name], config.model.attn_implementation
+    kind, attention = config.driver_kind, config.model.attn_implementation
     if mode in COMPILE_MODES and COMPILE_MODES[mode].torch_mode is None and not kind.own_process:
         idle = ("recompile_limit",) if has_kernels else ("recompile_limit", "cache_dir")
         yield from _each("compile", idle, f"compile.mode={mode}, which compiles nothing")
@@ -114,7 +114,7 @@ def _find_in_compile(config: ExperimentConfig, mode: str, has_kernels: bool) -> 
 
 
 def _find_by_driver(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
-    for name, reason in DRIVERS[config.driver.name].find_unread().items():
+    for name, reason in config.driver_kind.find_unread().items():
         # "off" asks a driver without sharing for what it does.
         if name != "cache.block_sharing" or config.cache.block_sharing == "on":
             yield name, reason

@@ -18,9 +18,8 @@ MAX_REQUESTS_PER_BATCH = 1024
 STEP_SETTINGS = tuple(name for name in DECODE_SETTINGS if name not in ("compile_mode", "recompile_limit"))
 
 # The settings that not every driver reads. All others of `cache`, `compile`, `driver` and `sampling` every one does.
-_CACHE = frozenset(
-    f"cache.{name}" for name in ("num_tokens", "page_size", "block_sharing", "max_memory_fraction")
-)
+_MEMORY = frozenset(("cache.max_memory_fraction",))
+_CACHE = _MEMORY | frozenset(f"cache.{name}" for name in ("num_tokens", "page_size", "block_sharing"))
 _ORDINARY_STEPS = frozenset(("cache.max_batch_tokens", "cache.scheduler"))
 _DECODE_STEPS = frozenset(f"compile.{name}" for name in STEP_SETTINGS)
 _COMPILER = frozenset(("compile.recompile_limit",))
@@ -137,7 +136,7 @@ _KINDS = (
         module="cbexp.drivers.generate",
         compile_modes=("eager",),
         auto_mode=lambda _device_type, _attention: "eager",
-        reads=_PADDING,
+        reads=_MEMORY | _PADDING,
         why_not={"cache": "which has no paged cache", "compile.recompile_limit": "which compiles nothing"},
         has_paged_cache=False,
     ),

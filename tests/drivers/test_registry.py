@@ -122,7 +122,15 @@ def test_what_a_driver_does_not_read_has_no_effect(driver, count, reasons):
         assert reason in setting.reason
 
 
-@pytest.mark.parametrize(("asked", "is_idle"), [("on", True), ("off", False)])
-def test_sharing_no_blocks_is_what_a_driver_without_pages_does(asked, is_idle):
-    config = ExperimentConfig(driver=DriverConfig("generate"), cache=CacheConfig(block_sharing=asked))
-    assert bool(find_idle_settings(config)) == is_idle
+@pytest.mark.parametrize(
+    ("cache", "idle"),
+    [
+        ({"block_sharing": "on"}, ["cache.block_sharing"]),
+        ({"block_sharing": "off"}, []),  # as it does anyway
+        ({"max_memory_fraction": 0.5, "max_requests_per_batch": 4}, []),  # both bound its rows
+        ({"max_memory_fraction": 0.5, "num_tokens": 512}, ["cache.num_tokens"]),
+    ],
+)
+def test_what_a_driver_without_pages_reads_of_the_cache(cache, idle):
+    config = ExperimentConfig(driver=DriverConfig("generate"), cache=CacheConfig(**cache))
+    assert [setting.setting for setting in find_idle_settings(config)] == idle
