@@ -66,11 +66,14 @@ def test_interrupt_keeps_what_was_finished(tmp_path, sent):
         preexec_fn=heed_signals,
     )
     pattern = "outputs/default/*/rounds.jsonl"
-    while not any(len(path.read_text().splitlines()) >= 2 for path in tmp_path.glob(pattern)):
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.05)
-    process.send_signal(sent)
-    _, errors = process.communicate(timeout=TIMEOUT_S)
+    try:
+        while not any(len(path.read_text().splitlines()) >= 2 for path in tmp_path.glob(pattern)):
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.05)
+        process.send_signal(sent)
+        _, errors = process.communicate(timeout=TIMEOUT_S)
+    finally:
+        process.kill()
     (run_dir,) = (path.parent for path in tmp_path.glob(pattern))
     assert process.returncode == 130
     assert "Traceback" not in errors
