@@ -348,17 +348,25 @@ def test_the_average_error_is_over_rows_not_over_batch_sizes():
     assert summarize_errors([]) == dict.fromkeys(errors)
 
 
+# Compiled code of another order of sums rounds otherwise.
+COMPILED = {"compile_mode": "default", "fusion": "none"}
+
+
 @pytest.mark.parametrize(
-    "settings",
-    [{"fusion": "projections"}, pytest.param({"compile_mode": "default"}, marks=pytest.mark.slow)],
+    ("dtype", "settings", "bound"),
+    [
+        # As strictly as in float32.
+        (torch.float64, {"fusion": "projections"}, 1e-5),
+        pytest.param(torch.float64, COMPILED, 1e-5, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, COMPILED, 0.2, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
-def test_steps_in_float64_are_checked_as_strictly_as_in_float32(
-    new_model, make_driver, prompts, greedy, settings
-):
-    model = new_model("qwen3").to(torch.float64)
+def test_errors_of_a_drivers_steps(new_model, make_driver, prompts, greedy, dtype, settings, bound):
+    model = new_model("qwen3").to(dtype)
     driver = make_driver(model, buckets=(8,), num_blocks=64, **settings)
-    assert drive(driver, prompts) == [greedy(model, prompt, 12) for prompt in prompts]
+    tokens = drive(driver, prompts)
+    assert dtype == torch.bfloat16 or tokens == [greedy(model, prompt, 12) for prompt in prompts]
     (result,) = driver.resolved["self_check_results"]
-    assert result["max_logprob_error"] < 1e-5
-    assert result["max_logit_error"] < 1e-5
+    assert result["max_logprob_error"] < bound
+    assert result["max_logit_error"] < bound
