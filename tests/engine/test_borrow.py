@@ -1,7 +1,5 @@
 """The caller's model: as it was after a drive, changed at will between drives, and for one thread at a time."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import random

@@ -1,7 +1,5 @@
 """Bursts: their number and shapes, the batch sizes that are made ready, and what they may write."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Errors and interrupts in a drive: they reach the caller, nothing made is lost, and the next round is right."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest

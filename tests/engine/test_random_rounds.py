@@ -1,7 +1,5 @@
 """Random rounds in random settings, ended or interrupted, and thousands of requests: always what `generate` says."""
 
-from __future__ import annotations
-
 import gc
 import random
 

@@ -1,7 +1,5 @@
 """Which setting wins, what of a generation config counts, what is refused, and what is recorded of it all."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What the engine makes of transformers' schedulers: batches of prompts alone, in slots, without evicting."""
 
-from __future__ import annotations
-
 import pytest
 
 from cbexp.engine.upstream.admission import is_decoding
