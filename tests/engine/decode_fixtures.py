@@ -1,29 +1,16 @@
 """Decode steps without an engine: tiny models in the engine's attention, and buffers with rows at given positions."""
 
-from __future__ import annotations
-
 import math
 
 import torch
-from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from cbexp.engine.attention import ATTENTION_NAME
 from cbexp.engine.buffers import PagePool, allocate_buffers
+from tests.engine.models import build_model
 
 VOCAB_SIZE = 61
-PAGE_SIZE = 8
+PAGE_SIZE = WINDOW = 8
 TABLE_WIDTH = 3
-SHAPE = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-}
-WINDOW = 8
 
 
 def head_dim_on(device):
@@ -32,20 +19,12 @@ def head_dim_on(device):
 
 
 def build_decode_model(family="qwen3", device="cpu"):
-    """A random model that runs the engine's attention; weights large enough for tokens to differ."""
-    shape = SHAPE | {"head_dim": head_dim_on(device)}
-    model_class, config = {
-        "qwen3": (Qwen3ForCausalLM, Qwen3Config(**shape)),
-        "gemma2": (Gemma2ForCausalLM, Gemma2Config(**shape, sliding_window=WINDOW)),
-    }[family]
-    torch.manual_seed(0)
-    model = model_class._from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(std=0.3)
+    """A random model of three layers that runs the engine's attention."""
+    shape = {"vocab_size": VOCAB_SIZE, "num_hidden_layers": 3, "head_dim": head_dim_on(device)}
+    windows = {"sliding_window": WINDOW} if family == "gemma2" else {}
+    model = build_model(family, **shape, **windows)
     model.config._attn_implementation = ATTENTION_NAME
-    return model.eval().to(device)
+    return model.to(device)
 
 
 def build_pools(num_blocks, *, family="qwen3", device="cpu", dtype=torch.float32):

@@ -1,7 +1,5 @@
 """A whole drive, as most tests of the driver need it, and a look at the cache behind one."""
 
-from __future__ import annotations
-
 
 def drive(driver, prompts, **kwargs):
     """Submit `prompts`, with `kwargs` of `add_requests`, and return the tokens of each completion in their order."""

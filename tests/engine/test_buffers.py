@@ -1,7 +1,5 @@
 """The static buffers of decode steps: how they are filled, what rows they have, how rows advance through them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """However a process with a driver ends, its stderr shows what the user's own code raised and nothing else."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

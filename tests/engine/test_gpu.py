@@ -1,7 +1,5 @@
 """Whole drives on a CUDA device: the same tokens as `generate` in fp32, in every way that steps can run."""
 
-from __future__ import annotations
-
 import functools
 import math
 import time

@@ -1,7 +1,5 @@
 """Ctrl-C that comes at a bad moment."""
 
-from __future__ import annotations
-
 import signal
 import threading
 

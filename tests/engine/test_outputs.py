@@ -1,7 +1,5 @@
 """Completions equal `generate` token for token in fp32, however a round is batched, chunked, forked or evicted."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Random rounds in random settings, ended or interrupted, and thousands of requests: always what `generate` says."""
 
-from __future__ import annotations
-
 import gc
 import random
 
@@ -26,20 +24,22 @@ def draw_round(rng):
     return prompts, [rng.randint(1, MAX_NEW) for _ in prompts], rng.choice([1, 2, 5])
 
 
-def draw_settings(rng, longest):
+def draw_settings(rng, longest, own_attention):
     settings = {
         "page_size": rng.choice([4, 8, 16]),
         "max_batch_tokens": rng.choice([3, 8, 32, 256]),
         "max_requests_per_batch": rng.choice([None, 1, 4]),
-        "max_burst": rng.choice([1, 5, 128]),
-        "batch_shape": rng.choice(["natural", "buckets", "full"]),
         "scheduler": rng.choice(["fifo", "prefill_first"]),
         "allow_block_sharing": rng.random() < 0.5,
         "eos_token_id": rng.sample(range(97), rng.choice([0, 5])),
     }
     if rng.random() < 0.7:
         settings["num_blocks"] = rng.choice([2, 3]) * (longest // settings["page_size"] + 1) + 4
-    return settings
+    if rng.random() < 0.2:
+        return settings | {"attn_implementation": own_attention}  # every step is one of transformers'
+    settings["max_burst"] = rng.choice([1, 5, 128])
+    settings["batch_shape"] = rng.choice(["natural", "buckets", "full"])
+    return settings | {"fusion": rng.choice(["none", "projections"])}
 
 
 @pytest.mark.parametrize(
@@ -59,8 +59,9 @@ def test_a_random_round(shared_model, make_driver, references, seed):
             raise InterruptedDriveError
 
     longest = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
-    settings = draw_settings(rng, longest)
-    driver = make_driver(shared_model(family), on_step=on_step, **settings)
+    model = shared_model(family)
+    settings = draw_settings(rng, longest, model.config._attn_implementation)
+    driver = make_driver(model, on_step=on_step, **settings)
     expected = references(family, prompts, limits, settings["eos_token_id"], num_generations)
     for _ in range(2):
         request_ids = driver.add_requests(prompts, max_new_tokens=limits, num_generations=num_generations)

@@ -1,7 +1,5 @@
 """What add_requests takes and refuses: everything is checked before anything is queued."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The bytes of a decode step, by hand; the bandwidth probe where there is a device, its kernel where there is none."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Which setting wins, what of a generation config counts, what is refused, and what is recorded of it all."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np
@@ -122,8 +120,12 @@ def test_nothing_else_of_a_generation_config_leaks_in(new_model, make_driver, pr
         max_length=5,
         stop_strings=["x"],
     )
+    before = model.generation_config.to_dict()
     for given in (None, model.generation_config):
         assert drive(make_driver(model, given), prompts) == references("qwen3", prompts)
+    # One without EOS stays without: upstream would write -1 into it.
+    assert model.generation_config.to_dict() == before
+    assert model.generation_config.eos_token_id is None
 
 
 # What is refused

@@ -1,7 +1,5 @@
 """What is recorded of steps and of requests' times, and how few calls are between a drive and its steps."""
 
-from __future__ import annotations
-
 import inspect
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Models and versions that the driver does not take: refused at construction, with name and reason."""
 
-from __future__ import annotations
-
 from importlib.metadata import requires
 
 import pytest

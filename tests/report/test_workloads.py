@@ -90,9 +90,14 @@ def test_own_workloads_come_newest_first_and_the_references_last(checkout, make_
     assert rows[-1]["status"] == "failed"
     rates = [row["output_tokens_per_s"] for row in rows[5:8]]
     assert rates == sorted(rates, reverse=True)
-    works = find_works(rows, runs)
-    assert [work.letter for work in works] == ["A", "B", "C", "D"]
-    assert [work.lead is None for work in works] == [False, True, False, False]  # a lone run has won nothing
+    workloads = find_workloads(rows, runs)
+    assert [workload.letter for workload in workloads] == ["A", "B", "C", "D"]
+    assert [workload.lead is None for workload in workloads] == [
+        False,
+        True,
+        False,
+        False,
+    ]  # a lone run has won nothing
     again = make_run("outputs/again", [*SHARED, "compile=eager"], workload_hash="r" * 64)
     write_json(again / "status.json", {"status": "completed", "started_at": "2026-11-25T00:00:00+00:00"})
     assert run_rows(load_runs([checkout]))[0]["workload_hash"][0] == "r", (

@@ -1,7 +1,5 @@
 """On a CUDA device: rows that have ended cost a decode step next to nothing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM

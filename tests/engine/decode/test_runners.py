@@ -1,7 +1,5 @@
 """Decode steps by mode on a CPU: the same tokens as eager steps, few programs, each counted, nothing left behind."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import weakref
@@ -41,10 +39,9 @@ class ToyForward:
 
     def logits(self, token_ids, positions):
         hidden = self.embedding(token_ids).view(-1, 8, 8) * self.scale
-        query, key, value = hidden.split([4, 2, 2], dim=1)
-        layer = self.layer
+        layer, heads = self.layer, hidden.split([4, 2, 2], dim=1)
         attended = paged_decode_attention(
-            query, key, value, layer.pages, layer.block_table, positions, layer.page_offset, 0.4
+            *heads, layer.pages, layer.block_table, positions, layer.page_offset, 0.4
         )
         return self.head(attended.flatten(1))
 
@@ -89,13 +86,6 @@ def run_burst(runner, buffers, bucket, num_steps=4):
     return state_of(buffers)
 
 
-def assert_same_bursts(runner, eager, buffers, buckets):
-    for bucket in buckets:
-        expected = run_burst(eager, buffers, bucket)
-        for actual, value in zip(run_burst(runner, buffers, bucket), expected, strict=True):
-            torch.testing.assert_close(actual, value)
-
-
 def test_eager_steps_are_forward_and_advance(buffers, make_runner):
     runner, forward = make_runner("eager"), ToyForward(buffers.layers)
     set_rows(buffers, [3, 9, -1])
@@ -125,21 +115,18 @@ def test_a_step_leaves_the_logits_of_its_tokens_behind(buffers, make_runner, mod
 
 @pytest.mark.parametrize("mode", COMPILED)
 def test_one_program_serves_all_batches_of_several_rows(buffers, make_runner, mode):
+    """One more does a single row, and yet another one all rows of the buffers."""
     runner, eager = make_runner(mode), make_runner("eager")
-    assert_same_bursts(runner, eager, buffers, (8, 2, 4, 5))
-    assert runner.stats.programs == 1
-    assert_same_bursts(runner, eager, buffers, (1, 3, 1))
+    for buckets, num_programs in (((8, 2, 4, 5), 1), ((1, 3, 1), 2), ((MAX_ROWS, 4), 3)):
+        for bucket in buckets:
+            expected = run_burst(eager, buffers, bucket)
+            for actual, value in zip(run_burst(runner, buffers, bucket), expected, strict=True):
+                torch.testing.assert_close(actual, value)
+        assert runner.stats.programs == num_programs
     stats = runner.stats
-    assert (stats.programs, stats.recompiles, stats.graph_breaks, stats.skipped_cudagraphs) == (2, 0, 0, 0)
-    assert stats.compile_s > 0
+    assert (stats.recompiles, stats.graph_breaks, stats.skipped_cudagraphs) == (0, 0, 0)
     assert (stats.graphs, stats.replays, stats.capture_s) == (0, 0, 0.0)
-
-
-def test_a_batch_of_all_rows_works_too(buffers, make_runner):
-    runner = make_runner()
-    for bucket in (MAX_ROWS, 4):
-        run_burst(runner, buffers, bucket)
-    assert (runner.stats.programs, runner.stats.recompiles) == (2, 0)
+    assert stats.compile_s > 0
 
 
 @pytest.mark.parametrize("forward_class", [ToyForward, PrintingForward])
@@ -189,24 +176,17 @@ def test_closing_lets_go_of_forward_and_cache():
     assert [reference() for reference in is_gone] == [None, None]
 
 
-# What cannot run
-
-
-def test_a_compiler_that_is_switched_off_is_an_error(make_runner, monkeypatch):
-    runner = make_runner()
+@pytest.mark.parametrize("mode", COMPILED)
+def test_a_compiler_that_is_not_there_is_an_error(make_runner, mode, monkeypatch):
+    runner = make_runner(mode)
     with torch.compiler.set_stance("force_eager"), pytest.raises(EngineError, match="compiled nothing"):
         runner.prepare(4)
+    no_compiler = rf"{mode} compiles C\+\+ for the CPU, and no compiler was found"
+    with torch._inductor.config.patch({"cpp.cxx": (None, "no-such-compiler")}):  # noqa: SIM117
+        with pytest.raises(EngineError, match=no_compiler):
+            make_runner(mode)
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
-    with pytest.raises(EngineError, match="default compiles nothing"):
-        make_runner()
-
-
-@pytest.mark.parametrize("mode", COMPILED)
-def test_no_compiler_is_an_error(make_runner, mode):
-    with (
-        torch._inductor.config.patch({"cpp.cxx": (None, "no-such-compiler")}),
-        pytest.raises(EngineError, match=rf"{mode} compiles C\+\+ for the CPU, and no compiler was found"),
-    ):
+    with pytest.raises(EngineError, match=f"{mode} compiles nothing"):
         make_runner(mode)
 
 
@@ -223,27 +203,25 @@ def test_graphs_need_cuda(make_runner, mode):
 def make_trees(buffers, close_later, monkeypatch):
     """Steps of trees, compiled in torch.compile's own mode for them or in another."""
 
-    def make(torch_mode):
+    def make(torch_mode="default"):
         monkeypatch.setattr(compiled, "COMPILE_MODES", {"reduce_overhead": CompileMode(torch_mode)})
         return close_later(GraphTreeSteps(ToyForward(buffers.layers), buffers, "reduce_overhead", None, ()))
 
     return make
 
 
-@pytest.mark.parametrize("use", ["build", "run"])
-def test_trees_are_refused_on_another_thread(make_trees, use):
-    steps = make_trees("default")
-    uses = {"build": lambda: make_trees("default"), "run": lambda: steps.run(2, 1)}
+def test_trees_are_refused_on_another_thread(make_trees):
+    steps = make_trees()
     with ThreadPoolExecutor(1) as pool:
-        error = pool.submit(uses[use]).exception()
-    assert isinstance(error, EngineError)
-    assert "reduce_overhead works on the main thread alone" in str(error)
+        errors = [pool.submit(make_trees).exception(), pool.submit(steps.run, 2, 1).exception()]
+    assert {type(error) for error in errors} == {EngineError}
+    assert all("reduce_overhead works on the main thread alone" in str(error) for error in errors)
 
 
 def test_a_recompile_where_graphs_are_promised_is_an_error(buffers, make_trees, monkeypatch):
     counted = itertools.count()
     monkeypatch.setattr(GraphTreeSteps, "_num_recorded", lambda self: next(counted))
-    steps = make_trees("default")
+    steps = make_trees()
     run_burst(steps, buffers, 4)
     steps._forward.scale = 3
     with pytest.raises(EngineError, match=r"promises CUDA graphs and has none for 4 rows: .*compiled anew"):
@@ -251,28 +229,23 @@ def test_a_recompile_where_graphs_are_promised_is_an_error(buffers, make_trees, 
     assert steps.stats.recompiles == 1
 
 
-def test_graphs_that_the_compiler_skips_are_an_error(make_trees):
-    steps = make_trees("reduce-overhead")
-    message = "promises CUDA graphs and has none for 4 rows: (?!none was recorded)"
-    with pytest.raises(EngineError, match=message):
+@pytest.mark.parametrize(
+    ("torch_mode", "num_skipped", "reason"),
+    [("reduce-overhead", 1, "(?!none was recorded)"), ("default", 0, "none was recorded")],
+)
+def test_graphs_that_are_not_there_are_an_error(make_trees, torch_mode, num_skipped, reason):
+    """Those that the compiler skips, and those that nobody has recorded."""
+    steps = make_trees(torch_mode)
+    with pytest.raises(EngineError, match=f"promises CUDA graphs and has none for 4 rows: {reason}"):
         steps.prepare(4)
-    assert (steps.stats.skipped_cudagraphs, steps.stats.graphs) == (1, 0)
+    assert (steps.stats.skipped_cudagraphs, steps.stats.graphs) == (num_skipped, 0)
 
 
 def test_a_skip_in_the_middle_of_a_session_is_an_error_with_its_reason(make_trees):
     """Said as the trees say it: counted, and raised because the session asks for that."""
-    steps = make_trees("default")
-    with (
-        pytest.raises(EngineError, match="none for 4 rows: skipping cudagraphs due to mutated inputs"),
-        steps.session(4),
-    ):
-        log_cudagraph_skip_and_bump_counter("skipping cudagraphs due to mutated inputs")
+    steps = make_trees()
+    reason = "skipping cudagraphs due to mutated inputs"
+    with pytest.raises(EngineError, match=f"none for 4 rows: {reason}"), steps.session(4):
+        log_cudagraph_skip_and_bump_counter(reason)
     assert steps.stats.skipped_cudagraphs == 1
     assert not torch._inductor.config.triton.cudagraph_or_error
-
-
-def test_graphs_that_nobody_has_recorded_are_an_error(make_trees):
-    steps = make_trees("default")
-    with pytest.raises(EngineError, match="has none for 4 rows: none was recorded"):
-        steps.prepare(4)
-    assert (steps.stats.skipped_cudagraphs, steps.stats.graphs) == (0, 0)

@@ -1,7 +1,5 @@
 """How long bursts are, and how many rows they compute."""
 
-from __future__ import annotations
-
 import pytest
 
 from cbexp.engine.decode.shapes import (

@@ -1,7 +1,5 @@
 """What is timed: decode steps over synthetic rows, and the device's waiting between bursts and batches of prompts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """How far fused steps are from the model's own code in bfloat16, on the rows of answers that a trained model gives."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

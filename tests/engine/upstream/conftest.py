@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from cbexp.engine.upstream.build import build_processor

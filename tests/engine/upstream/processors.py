@@ -1,7 +1,5 @@
 """Requests, steps and settings for transformers' processor without a driver."""
 
-from __future__ import annotations
-
 import time
 
 import torch

@@ -1,7 +1,5 @@
 """Rows for bursts: room for all of them or for none, in order, on blocks that are shared once they are complete."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -3,8 +3,6 @@
 Run on each version supported. A failure names the function that has to change.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect
