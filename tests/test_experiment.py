@@ -128,11 +128,12 @@ def test_generations_of_a_prompt_are_judged_with_its_answer(tmp_path):
     assert load(outcome, "engine.json")["driver"]["block_sharing"] is True
 
 
-def test_fixed_length_run_counts_equal_work(tmp_path):
+def test_fixed_length_run_counts_equal_work_which_is_another(tmp_path, whole):
     outcome = run(tmp_path, sampling=SamplingConfig(max_new_tokens=7, ignore_eos=True))
     assert outcome.summary["is_fixed_length"] is True
     assert outcome.summary["n_decoded_tokens"] == 6 * 7
     assert outcome.summary["num_short"] == 0
+    assert outcome.summary["workload_hash"] != whole.summary["workload_hash"]
 
 
 @pytest.mark.parametrize("driver", ["sync", *OTHERS])

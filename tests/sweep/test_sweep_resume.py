@@ -52,9 +52,7 @@ def test_killed_sweep_takes_its_cell_with_it_and_resumes_what_is_missing(sweeps)
     assert done.out.count("completed ") >= 3
 
 
-@pytest.mark.parametrize(
-    "sent", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP], ids=lambda s: s.name
-)
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGHUP], ids=lambda s: s.name)
 def test_stopped_sweep_ends_its_cell_and_says_what_is_left(sweeps, sent):
     sweeps.ends = {2: "hang"}
     process = sweeps.start("-m", "seed=1,2,3")
@@ -83,7 +81,7 @@ def test_second_interrupt_kills_what_does_not_end(sweeps):
     assert (sweeps.status(0)["status"], sweeps.status(0)["message"]) == ("interrupted", "stopped by Ctrl-C")
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=lambda s: s.name)
+@pytest.mark.parametrize("sent", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_stop_is_heeded_while_libraries_are_imported_that_swallow_it(sweeps, sent):
     sweeps.variables = {"FAKE_STUBBORN_IMPORT": "1"}
     process = sweeps.start("-m", "seed=1,2")
@@ -125,13 +123,13 @@ def test_sweep_that_goes_on_is_left_alone(sweeps):
 
 
 def test_failures_are_run_again_and_their_records_kept(sweeps):
-    sweeps.ends = {1: "fail", 2: "not_applicable", 3: "out_of_memory"}
-    command = ["-m", "seed=1,2,3,4"]
+    sweeps.ends = {1: "fail", 2: "not_applicable"}
+    command = ["-m", "seed=1,2,3"]
     assert sweeps.run_here(*command).code == 1
     assert sweeps.run_here(*command, "resume=latest").code == 1
     sweeps.ends = {}
     assert sweeps.run_here(*command, "resume=latest").code == 0
-    assert sweeps.seeds == [1, 2, 3, 4, 1, 3, 1, 3]
+    assert sweeps.seeds == [1, 2, 3, 1, 1]
     assert sorted(os.listdir(sweeps.cell_folder(0) / "attempts")) == ["1", "2"]
     kept = json.loads((sweeps.cell_folder(0) / "attempts" / "2" / "status.json").read_text())
     assert kept["message"] == "there are no rows"
@@ -153,8 +151,7 @@ def test_cell_with_half_its_records_is_run_again(sweeps):
 def test_cells_are_known_by_what_they_do_and_not_by_order_or_outputs(sweeps):
     paths = "stats_path=s_${hydra:job.num}.json"
     sweeps.run_here("-m", "seed=1,2", paths)
-    changed = ["tracking.tags=[again]", "cell_timeout_s=50", "resume=latest"]
-    done = sweeps.run("-m", "seed=3,2,1,4", paths, *changed)
+    done = sweeps.run_here("-m", "seed=3,2,1,4", paths, "tracking.tags=[again]", "resume=latest")
     assert done.code == 0, done.err
     assert sweeps.seeds == [1, 2, 3, 4]
     cells = [(cell["index"], cell["overrides"][0]) for cell in sweeps.manifest()["cells"]]
@@ -201,20 +198,20 @@ def test_running_cell_of_this_host_is_refused_even_when_forced(tmp_path):
 
 
 def test_latest_is_the_newest_of_the_same_name(sweeps):
-    for arguments in (["seed=1,2"], ["seed=1,2,3"], ["seed=1,2", "name=other"]):
+    for arguments in (["seed=1"], ["seed=1,2"], ["seed=1", "name=other"]):
         sweeps.run_here("-m", *arguments)
-    (newest,) = [path for path in sweeps.folder.glob("outputs/default/*") if len(list(path.iterdir())) == 5]
-    done = sweeps.run_here("-m", "seed=1,2,3,4", "resume=latest")
-    assert done.out.startswith(f"resuming outputs/default/{newest.name}: 1 of 4 cells to run")
+    (newest,) = [path for path in sweeps.folder.glob("outputs/default/*") if len(list(path.iterdir())) == 4]
+    done = sweeps.run_here("-m", "seed=1,2,3", "resume=latest")
+    assert done.out.startswith(f"resuming outputs/default/{newest.name}: 1 of 3 cells to run")
 
 
 def test_latest_of_a_folder_that_is_named_is_no_sweep_beside_it(sweeps):
     named = "hydra.sweep.dir=outputs/runs/"
     for folder in ("A", "A", "B", "A_B"):
-        sweeps.run_here("-m", "seed=1,2", f"{named}{folder}")
-    done = sweeps.run_here("-m", "seed=1,2,3", f"{named}A", "resume=latest")
-    assert done.out.startswith("resuming outputs/runs/A_2: 1 of 3 cells to run")
-    done = sweeps.run_here("-m", "seed=1,2,3", f"{named}C", "resume=latest")
+        sweeps.run_here("-m", "seed=1", f"{named}{folder}")
+    done = sweeps.run_here("-m", "seed=1,2", f"{named}A", "resume=latest")
+    assert done.out.startswith("resuming outputs/runs/A_2: 1 of 2 cells to run")
+    done = sweeps.run_here("-m", "seed=1", f"{named}C", "resume=latest")
     assert done.code == 2
     assert "there is no sweep in outputs/runs/C, which hydra.sweep.dir names" in done.err
 

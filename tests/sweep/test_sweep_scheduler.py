@@ -183,26 +183,25 @@ def test_error_of_the_sweep_itself_leaves_no_cell_behind(build_cell):
 # Signals
 
 
-@pytest.fixture
-def hangup_by_default():
-    """As in a shell, also where nohup has the tests ignore it."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, before)
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
-@pytest.mark.usefixtures("hangup_by_default")
-def test_handlers_of_signals_come_back_and_ignored_ones_stay_ignored():
-    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+@pytest.mark.parametrize("ignored", STOPS)
+def test_signals_are_counted_but_for_ignored_ones_and_handlers_come_back(ignored):
+    """Whatever this process heeds: under nohup it ignores SIGHUP."""
+    wanted = {number: signal.SIG_IGN if number == ignored else signal.SIG_DFL for number in STOPS}
+    before = {number: signal.signal(number, handler) for number, handler in wanted.items()}
     try:
         with counting_stop_signals() as stops:
-            os.kill(os.getpid(), signal.SIGUSR1)
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert (stops.count, stops.why) == (1, "stopped by SIGHUP")
-        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
-        assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+            for number in STOPS:
+                os.kill(os.getpid(), number)
+                name = "Ctrl-C" if number == signal.SIGINT else number.name
+                assert stops.why == f"stopped by {name}" or number == ignored
+            assert stops.count == len(STOPS) - 1
+        assert {number: signal.getsignal(number) for number in STOPS} == wanted
     finally:
-        signal.signal(signal.SIGUSR1, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_stop_while_the_report_is_made_is_no_crash(monkeypatch, capsys, tmp_path):

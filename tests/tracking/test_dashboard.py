@@ -114,23 +114,6 @@ def test_no_kind_of_panel_escapes_the_checks_above():
     assert all(isinstance(panel, checked) for panels in PANELS.values() for panel in panels)
 
 
-@pytest.mark.parametrize(
-    ("section", "metric"),
-    [
-        ("Throughput", "decode_tps"),
-        ("Roofline", "roofline_fraction"),
-        ("Step times", "decode_step_s.p99"),
-        ("Memory", "peak_reserved_gib"),
-        ("Correctness", "accuracy"),
-        ("Correctness", "max_logprob_error"),
-        ("Correctness", "max_logit_error"),
-    ],
-)
-def test_each_question_has_bars_by_compile_mode(section, metric):
-    bars = [panel for panel in PANELS[section] if isinstance(panel, wr.BarPlot) and metric in panel.metrics]
-    assert "resolved.compile_mode" in {panel.groupby.name for panel in bars}
-
-
 def test_view_is_saved_as_it_was_built(server, capsys):
     server.answers["mutation UpsertView"] = save_view
     dashboard.main(["--entity", "team", "--project", "mine", "--name", "Ours"])

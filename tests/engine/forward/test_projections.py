@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from contextlib import contextmanager
 
 import pytest
@@ -92,7 +93,9 @@ class OddAttention(nn.Module):
         value = self.v_proj(x)
         if self.fails:
             raise RuntimeError("in the middle")
-        return torch.cat([value, self.k_proj(2 * x), self.q_proj(x), self.k_proj(x)], dim=-1)
+        other_key, query = self.k_proj(2 * x), self.q_proj(x)
+        self.last_query = weakref.ref(query)
+        return torch.cat([value, other_key, query, self.k_proj(x)], dim=-1)
 
 
 def test_any_order_and_any_input_is_right():
@@ -100,6 +103,7 @@ def test_any_order_and_any_input_is_right():
     x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
     with torch.no_grad(), fused(attention):
         fused_output = attention(x)
+        assert attention.last_query() is None, "a product outlives its block's forward"
         x.neg_()
         negated = attention(x)
         attention.k_proj(x)

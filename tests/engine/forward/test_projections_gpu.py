@@ -112,9 +112,11 @@ def test_cudagraph_trees_read_the_weights_where_they_are(installed):
             change()
             expected = run_mlps(model, hidden)
             fusion = installed(model)
+            # Without norms between them the layers make large numbers, and small ones of their differences.
+            tolerance = 0.05 * float(expected.abs().max())
             for _ in range(3):
                 torch.compiler.cudagraph_mark_step_begin()
-                torch.testing.assert_close(compiled(hidden), expected, rtol=3e-2, atol=3e-2)
+                torch.testing.assert_close(compiled(hidden), expected, rtol=0, atol=tolerance)
             fusion.remove()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     # Were the weights copied into the graphs' pool, it would hold them all once more.
