@@ -133,6 +133,6 @@ def test_the_command_line_runs_it_with_the_path_alone(fake):
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "ready in" in done.stdout
-    (seen,) = fake.notes("environment")
+    seen, *_ = fake.notes("environment")  # the process of its engine, where it gets that far, has one too
     assert seen["PYTHONPATH"] == str(FAKE)
     assert not any(entry.endswith("cbexp/drivers/vllm") for entry in seen["sys.path"])
