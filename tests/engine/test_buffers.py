@@ -44,25 +44,6 @@ def test_layers_know_their_pool_and_rank(buffers):
         assert layer.page_offset.dtype == torch.int32
 
 
-def test_rows_are_views_of_what_a_step_changes(buffers):
-    rows = buffers.rows(2)
-    for view, whole in zip(rows.state(), buffers.state(), strict=True):
-        assert view.data_ptr() == whole.data_ptr()
-    assert [tuple(view.shape) for view in rows.state()] == [(2,)] * 4 + [(4, 2), ()]
-    assert rows.block_tables is buffers.block_tables
-    assert rows.layers is buffers.layers
-
-
-def test_saved_buffers_come_back_after_an_error_too(buffers):
-    tensors = [*buffers.state(), buffers.eos_ids, *buffers.block_tables.values()]
-    before = [tensor.clone() for tensor in tensors]
-    with pytest.raises(ArithmeticError), buffers.saved():
-        for tensor in tensors:
-            tensor.add_(3)
-        raise ArithmeticError
-    assert all(map(torch.equal, tensors, before))
-
-
 def test_rows_advance_end_and_stay_ended(buffers):
     buffers.token_ids.copy_(torch.tensor([1, 2, 3, 4, 5, 6]))
     buffers.positions.copy_(torch.tensor([10, 20, -1, 30, 40, 50]))

@@ -1,7 +1,6 @@
 """Ctrl-C that comes at a bad moment."""
 
 import signal
-import threading
 
 import pytest
 
@@ -44,16 +43,3 @@ def test_an_error_of_the_body_is_not_hidden(interrupting):
     with pytest.raises(ValueError, match="own"), deferring_interrupts():
         raise ValueError("own")
     assert signal.getsignal(interrupting) is signal.default_int_handler
-
-
-def test_another_thread_runs_the_body_and_touches_no_handler(interrupting):
-    inside = []
-
-    def run():
-        with deferring_interrupts():
-            inside.append(signal.getsignal(interrupting))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert inside == [signal.default_int_handler]

@@ -37,21 +37,18 @@ def test_max_new_tokens_request_over_config_over_generation_config(new_model, ma
         return [len(tokens) for tokens in drive(driver, prompts[:2], **kwargs)]
 
     model, two = new_model("qwen3"), GenerationConfig(max_new_tokens=2)
-    model.generation_config.max_new_tokens = 6
-    assert lengths(make_driver(model, max_new_tokens=None)) == [6, 6]
-    assert lengths(make_driver(model, two, max_new_tokens=None)) == [2, 2]
     driver = make_driver(model, two, max_new_tokens=3)
     assert lengths(driver) == [3, 3]
     assert lengths(driver, max_new_tokens=4) == [4, 4]
     assert lengths(driver, max_new_tokens=[1, 5]) == [1, 5]
     assert lengths(driver) == [3, 3]
-
-
-def test_max_new_tokens_set_nowhere(shared_model, make_driver, prompts):
-    driver = make_driver(shared_model("qwen3"), max_new_tokens=None)
+    assert lengths(make_driver(model, two, max_new_tokens=None)) == [2, 2]
+    driver = make_driver(model, max_new_tokens=None)
     with pytest.raises(ValueError, match="max_new_tokens is set nowhere"):
-        driver.add_requests(prompts)
-    assert [len(tokens) for tokens in drive(driver, prompts[:1], max_new_tokens=1)] == [1]
+        lengths(driver)
+    assert lengths(driver, max_new_tokens=1) == [1, 1]
+    model.generation_config.max_new_tokens = 6
+    assert lengths(make_driver(model, max_new_tokens=None)) == [6, 6]
 
 
 IDS_AS_THEY_COME = (5, [5], (5,), np.int64(5), np.array([5]), [np.int64(5)])
@@ -59,18 +56,11 @@ IDS_AS_THEY_COME += (torch.tensor(5), torch.tensor([5]), [torch.tensor(5)])
 
 
 @pytest.mark.parametrize("ids", IDS_AS_THEY_COME, ids=repr)
-def test_eos_ids_come_in_all_shapes(ids):
+def test_eos_ids_come_in_all_shapes_and_those_of_the_config_count(ids):
     assert resolve(eos_token_id=ids).eos_token_ids == (5,)
     assert resolve(with_values(eos_token_id=ids)).eos_token_ids == (5,)
-
-
-def test_eos_of_the_config_over_that_of_the_generation_config():
-    given = GenerationConfig(eos_token_id=7)
-    assert resolve(given).eos_token_ids == (7,)
-    assert resolve(given, eos_token_id=[8, 9]).eos_token_ids == (8, 9)
-    assert resolve(given, eos_token_id=()).eos_token_ids == ()
-    # Upstream leaves -1 in a config without EOS.
-    assert resolve(GenerationConfig(eos_token_id=-1)).eos_token_ids == ()
+    assert resolve(with_values(eos_token_id=ids), eos_token_id=[8, 9]).eos_token_ids == (8, 9)
+    assert resolve(with_values(eos_token_id=ids), eos_token_id=()).eos_token_ids == ()
 
 
 @pytest.mark.parametrize("ids", [5.0, True, [[5]], "5", [2, None], VOCAB_SIZE, [1, -1], 10**9], ids=repr)
@@ -78,17 +68,18 @@ def test_eos_ids_that_are_none_of_the_models(ids):
     message = r"eos_token_id .* \(\w+\) is not a token id of this model: a plain int, 0 to 96"
     with pytest.raises(ValueError, match=f"^{message}"):
         resolve(eos_token_id=ids)
-    if ids != [1, -1]:
+    given = with_values(eos_token_id=ids)
+    if ids == [1, -1]:  # upstream leaves -1 in a config without EOS
+        assert resolve(given).eos_token_ids == (1,)
+    else:
         with pytest.raises(ValueError, match=rf"^generation_config\.{message}"):
-            resolve(with_values(eos_token_id=ids))
+            resolve(given)
 
 
 @pytest.mark.parametrize(
     ("name", "value", "error"),
     [
-        ("max_new_tokens", "x", TypeError),
-        ("max_new_tokens", 2.5, TypeError),
-        ("max_new_tokens", True, TypeError),
+        *(("max_new_tokens", value, TypeError) for value in ("x", 2.5, True)),
         ("max_new_tokens", 0, ValueError),
         ("pad_token_id", "x", TypeError),
     ],
@@ -189,21 +180,22 @@ def test_a_setting_that_makes_no_sense_is_named_in_one_line(settings, error, mes
     assert "\n" not in str(raised.value)
 
 
-def test_a_fusion_of_none_goes_with_any_attention():
-    check_config(CBSyncConfig(attn_implementation="sdpa", fusion="none"))
-
-
 def test_what_needs_cuda_is_refused_elsewhere():
-    needing = [CBSyncConfig(compile_mode=name) for name, mode in COMPILE_MODES.items() if mode.graphs]
-    for config in (*needing, CBSyncConfig(fusion="layers")):
-        setting = "fusion='layers'" if config.fusion == "layers" else f"compile_mode='{config.compile_mode}'"
+    check_config(CBSyncConfig(attn_implementation="sdpa", fusion="none"))  # which any attention goes with
+    for name, mode in COMPILE_MODES.items():
+        if mode.graphs is None:
+            check_device(CBSyncConfig(compile_mode=name), "cpu")
+    needing = {
+        f"compile_mode={name!r}": {"compile_mode": name}
+        for name, mode in COMPILE_MODES.items()
+        if mode.graphs
+    }
+    for setting, values in (needing | {"fusion='layers'": {"fusion": "layers"}}).items():
+        check_device(CBSyncConfig(**values), "cuda")
         with pytest.raises(
             EngineError, match=f"{setting} needs a CUDA device, and the model is on cpu: .*'eager'"
         ):
-            check_device(config, "cpu")
-        check_device(config, "cuda")
-    for name in ("eager", "default", "max_autotune_no_cudagraphs"):
-        check_device(CBSyncConfig(compile_mode=name), "cpu")
+            check_device(CBSyncConfig(**values), "cpu")
 
 
 @pytest.mark.parametrize(
@@ -221,14 +213,12 @@ def test_a_driver_checks_its_settings(shared_model, make_driver, settings, error
 
 
 @pytest.mark.parametrize("given", [{"eos_token_id": 5}, "eos", 5, GenerationConfig, CBSyncConfig()])
-def test_a_generation_config_of_another_type_is_refused(shared_model, make_driver, given):
+def test_configs_of_another_type_are_refused(shared_model, given):
     with pytest.raises(TypeError, match=r"pass a GenerationConfig|the third argument"):
-        make_driver(shared_model("qwen3"), given)
-
-
-def test_a_config_of_another_type_is_refused(shared_model):
-    with pytest.raises(TypeError, match="pass a CBSyncConfig"):
-        SyncCBDriver(shared_model("qwen3"), None, {"num_blocks": 4})
+        SyncCBDriver(shared_model("qwen3"), given)
+    if not isinstance(given, CBSyncConfig):
+        with pytest.raises(TypeError, match="pass a CBSyncConfig"):
+            SyncCBDriver(shared_model("qwen3"), None, given)
 
 
 # What is recorded
@@ -236,6 +226,7 @@ def test_a_config_of_another_type_is_refused(shared_model):
 
 def test_resolved_settings_are_plain_json_and_what_runs(shared_model, make_driver):
     settings = {"num_blocks": 40, "eos_token_id": 7, "pad_token_id": 0, "scheduler": "prefill_first"}
+    settings |= {"max_batch_tokens": 6}  # of which each request in a batch takes one
     resolved = make_driver(shared_model("llama"), **settings).resolved
     assert json.loads(json.dumps(resolved)) == resolved
     assert resolved | {"transformers": ""} == {
@@ -254,8 +245,8 @@ def test_resolved_settings_are_plain_json_and_what_runs(shared_model, make_drive
         "cache_tokens": 320,
         # Keys and values, two layers, two heads of 8 in fp32: 256 bytes a token; two trash sectors of one block each.
         "cache_bytes": 256 * 8 * (40 + 2),
-        "max_batch_tokens": 256,
-        "max_requests_per_batch": 40,
+        "max_batch_tokens": 6,
+        "max_requests_per_batch": 6,
         "max_blocks_per_request": 0,
         "decode_fast_path": False,
         "block_sharing": False,
@@ -268,7 +259,7 @@ def test_resolved_settings_are_plain_json_and_what_runs(shared_model, make_drive
         "decode_mode": "eager",
         "fusion": "none",
         "batch_shape": "buckets",
-        "buckets": [1, 2, 4, 8, 16, 32, 40],
+        "buckets": [1, 2, 4, 6],
         "max_burst": 128,
         "prefill_attention": "per_sequence",
         "self_check": False,  # nothing to check: the steps are the reference
@@ -286,8 +277,3 @@ def test_block_sharing_is_recorded_as_it_runs(shared_model, recwarn, family, can
     warned = [(str(warning.message).split(" with")[0], warning.filename) for warning in recwarn]
     has_no_effect = [("allow_block_sharing=True has no effect", __file__)]
     assert warned == (has_no_effect if asked and not can_share else [])
-
-
-def test_batches_never_hold_more_requests_than_tokens(shared_model, make_driver):
-    driver = make_driver(shared_model("qwen3"), num_blocks=40, max_batch_tokens=6, max_requests_per_batch=30)
-    assert driver.resolved["max_requests_per_batch"] == 6

@@ -56,21 +56,18 @@ def runner():
     )
 
 
-def test_every_burst_starts_at_the_same_place_around_the_context(runner):
+def test_rows_have_pages_of_their_own_around_the_context(runner):
+    """Every burst starts at the same place, and no trash is touched."""
     seconds = runner.time()
     assert len(seconds) == 3
     assert all(value > 0 for value in seconds)
     assert len(runner.starts) == 4
-    # Steps at 18 to 21 attend to 19 to 22 tokens; the row beyond the bucket is inactive.
-    assert all((positions, step) == ([18, 18, -1], 0) for positions, step, _ in runner.starts)
-
-
-def test_rows_share_no_page_and_leave_the_trash_alone(runner):
-    runner.time()
-    full, sliding = (runner.starts[0][2][f"{name}_attention"] for name in ("full", "sliding"))
-    # 22 tokens: three pages of a full layer, and the two of the ring, from the third sector on.
-    assert full == [[12, 14, 16, 6], [18, 20, 22, 6], [6] * 4]
-    assert sliding == [[24, 30], [36, 42], [6] * 2]
+    for positions, step, tables in runner.starts:
+        # Steps at 18 to 21 attend to 19 to 22 tokens; the row beyond the bucket is inactive.
+        assert (positions, step) == ([18, 18, -1], 0)
+        # Three pages of a full layer, and the two of the ring, from the third sector on.
+        assert tables["full_attention"] == [[12, 14, 16, 6], [18, 20, 22, 6], [6] * 4]
+        assert tables["sliding_attention"] == [[24, 30], [36, 42], [6] * 2]
     full, sliding = runner.pools["full_attention"], runner.pools["sliding_attention"]
     for pool in (full, sliding):
         assert not pool.pages[: 2 * pool.trash_page].any()
@@ -165,7 +162,7 @@ class Event:
         return end_event.at_ms - self.at_ms
 
 
-def test_time_between_spans_is_idle():
+def test_time_between_spans_is_idle_but_for_that_between_drives():
     idle = DeviceIdle()
     assert idle.share is None
     idle.begin()
@@ -173,15 +170,10 @@ def test_time_between_spans_is_idle():
     assert idle.share == 0
     idle.add(Event(195), Event(290))
     assert idle.share == pytest.approx(5 / 190)
-
-
-def test_time_between_drives_counts_as_neither():
-    idle = DeviceIdle()
-    idle.add(Event(100), Event(190))
     idle.begin()
     idle.add(Event(1000), Event(1005))
     idle.add(Event(1010), Event(1010))
-    assert idle.share == pytest.approx(5 / (90 + 5 + 5))
+    assert idle.share == pytest.approx((5 + 5) / (190 + 5 + 5))
 
 
 def test_a_span_that_still_runs_is_counted_later_and_in_its_place():
