@@ -21,7 +21,6 @@ from wandb.proto import wandb_internal_pb2
 
 from cbexp import metrics
 from cbexp.config import TrackingConfig
-from cbexp.engine import StepInfo
 from cbexp.metrics import RoundRecord
 from cbexp.tracking import Tracker, start_tracking
 
@@ -61,16 +60,26 @@ def a_round(index: int, is_warmup: bool = False) -> RoundRecord:
     return metrics.summarize_round(index, is_warmup, 0.0, 1.0 + index / 7, requests, [], None)
 
 
-def a_step(kind: str = "decode", num_steps: int = 1, duration_s: float = 1.0) -> StepInfo:
-    return StepInfo(kind, num_steps, 1, num_steps, 0, None, 0.0, duration_s, 0, 0, 0.5)
-
-
 def a_summary(**values: object) -> dict:
     return {"decode_tps": 100.0, "peak_reserved_gib": None, "peak_host_gib": 1.5, **values}
 
 
 def start(run_dir: Path, mode: str = "offline", **options: object) -> Tracker:
     return start_tracking(TrackingConfig(mode=mode, **options), "seed=1", None, {"seed": 1}, run_dir)
+
+
+def make_sweep(folder: Path) -> Path:
+    folder.mkdir()
+    record = {"format": 1, "name": "modes", "created_at": "2026-01-02T03:04:05+00:00", "cells": []}
+    (folder / "sweep.json").write_text(json.dumps(record))
+    return folder
+
+
+def make_cell(sweep_folder: Path, index: int, name: str | None = None) -> Path:
+    folder = sweep_folder / (name or f"{index}_seed={index}")
+    folder.mkdir(parents=True)
+    (folder / "cell.json").write_text(json.dumps({"index": index, "cell_hash": f"hash{index}"}))
+    return folder
 
 
 @dataclass
@@ -231,13 +240,8 @@ def _resume_status(server: FakeServer, variables: dict) -> dict:
     lines = server.history.get(variables["name"])
     if lines is None:
         return {"model": {"id": "p", "name": "project", "entity": PROJECT["entity"], "bucket": None}}
-    bucket = {
-        "id": "x",
-        "name": variables["name"],
-        "displayName": "n",
-        "config": "{}",
-        "summaryMetrics": "{}",
-    }
+    bucket = {"id": "x", "name": variables["name"], "displayName": "n", "config": "{}"}
+    bucket |= {"summaryMetrics": "{}"}
     bucket |= {"logLineCount": 0, "eventsLineCount": 0, "historyLineCount": len(lines), "tags": []}
     bucket |= {"historyTail": json.dumps(lines[-1:]), "eventsTail": "[]", "wandbConfig": '{"t": 1}'}
     return {"model": {"id": "p", "name": "project", "entity": PROJECT["entity"], "bucket": bucket}}
