@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import sys
 from types import ModuleType
 
@@ -106,20 +105,13 @@ def test_panels_answer_each_question_by_compile_mode_and_configuration_group():
     assert {"accuracy", "max_logprob_error", "max_logit_error"} <= shown["Correctness"]
 
 
-def test_view_is_saved_as_it_was_built(server, capsys):
-    server.answers["mutation UpsertView"] = save_view
+def test_view_is_saved_as_it_was_built(monkeypatch):
+    saved = []
+    monkeypatch.setattr(dashboard.ws.Workspace, "save", lambda view: saved.append(view))
     dashboard.main(["--entity", "team", "--project", "mine", "--name", "Ours"])
-    (view,) = server.views
-    assert (view["entityName"], view["projectName"], view["displayName"]) == ("team", "mine", "Ours")
-    spec = json.loads(view["spec"])
-    titles = [section["name"] for section in spec["section"]["panelBankConfig"]["sections"]]
-    assert titles == list(PANELS)
-    assert f"{server.url}/team/mine?nw=" in capsys.readouterr().err
-
-
-def save_view(server, variables: dict) -> dict:
-    server.views.append(variables)
-    return {"upsertView": {"view": {"id": "id", "name": variables["name"]}, "inserted": True}}
+    (view,) = saved
+    assert (view.entity, view.project, view.name) == ("team", "mine", "Ours")
+    assert [section.name for section in view.sections] == list(PANELS)
 
 
 def test_no_credentials_and_a_missing_package_are_messages(monkeypatch):

@@ -12,7 +12,7 @@ from cbexp.cli.command_line import main
 from cbexp.config import TrackingConfig
 from cbexp.errors import ConfigError
 from cbexp.tracking import refuse_impossible_online
-from tests.tracking.wandb_fixtures import KEY, read_back, run_script, start
+from tests.tracking.wandb_fixtures import KEY, a_round, read_back, run_script, start
 
 ONLINE = TrackingConfig(mode="online")
 NO_CREDENTIALS = (
@@ -75,6 +75,7 @@ def test_credentials_of_a_netrc_file_count_for_their_host(run_dir, tmp_path, mon
     tried = [re.match(r"W&B could not start (\w+): planted", warning)[1] for warning in tracker.warnings]
     assert tried == (["online", "offline"] if host == "api.wandb.ai" else ["offline"])
     assert tracker.description == "W&B off"
+    tracker.log_round(a_round(0), [])  # is no error
 
 
 # What is refused before anything runs

@@ -25,6 +25,8 @@ from tests.tracking.wandb_fixtures import (
     a_round,
     a_summary,
     clean_machine,
+    make_cell,
+    make_sweep,
     read_back,
     read_so_far,
     start,
@@ -222,17 +224,6 @@ def test_failures_of_wandb_are_counted_and_end_nothing(run_dir, monkeypatch):
     assert (found.exit_code, found.summary["objective"]) == (3, 0.0)  # it needs more than 1 GiB
 
 
-def test_wandb_that_cannot_start_at_all_leaves_the_job_alone(run_dir, monkeypatch):
-    def fail(**_options: object) -> None:
-        raise OSError("no space left")
-
-    monkeypatch.setattr(wandb, "init", fail)
-    with start(run_dir) as tracker:
-        tracker.log_round(a_round(0), [])
-    assert tracker.description == "W&B off"
-    assert tracker.warnings == ["W&B could not start offline: no space left"]
-
-
 LOGGING_SCRIPT = """
 import sys
 from pathlib import Path
@@ -293,3 +284,45 @@ def test_server_lost_in_the_middle_loses_no_round(run_dir, server):
     assert [row["round"] for row in found.history if "wall_s" in row] == [0, 1]
     assert found.summary["decode_tps"] == found.summary["objective"] == 1.0
     assert {"records/run-summary.json", "records/run-config.json"} <= found.saved_files
+
+
+def sync(*paths: Path | str) -> None:
+    """Run `wandb sync` for real."""
+    command = [Path(sys.executable).parent / "wandb", "sync", *paths]
+    subprocess.run(command, capture_output=True, timeout=600, check=True)
+
+
+def rounds_that_arrived(server) -> list[int]:
+    (rows,) = map(server.rows, server.history)
+    assert [row["_step"] for row in rows] == list(range(len(rows)))
+    return [row["round"] for row in rows if "wall_s" in row]
+
+
+def test_offline_run_arrives_whole_and_in_order(run_dir, server):
+    with start(run_dir) as tracker:
+        for index in range(20):
+            tracker.log_round(a_round(index), [])
+        tracker.log_summary(a_summary())
+    wandb.teardown()
+    sync(tracker.description.split("upload with: wandb sync ")[1])
+    assert rounds_that_arrived(server) == list(range(20))
+    (run_id,) = server.history
+    assert server.rows(run_id)[-1]["objective"] == 100.0
+    upsert = server.runs[run_id][0]
+    assert (json.loads(upsert["config"])["seed"]["value"], upsert["displayName"]) == (1, "seed=1")
+    assert server.exit_codes == {run_id: 0}
+    assert [artifact["artifactTypeName"] for artifact in server.artifacts] == ["records"]
+
+
+@pytest.mark.slow
+def test_attempts_of_a_resumed_cell_are_one_run_in_order(tmp_path, server):
+    """The second attempt knows nothing of the first; W&B puts one behind the other, by their time."""
+    sweep_folder, config = make_sweep(tmp_path / "sweep"), TrackingConfig(mode="offline")
+    for attempt, num_rounds in (("0_seed=1", 2), ("0_seed=1.again", 3)):
+        folder = make_cell(sweep_folder, 0, attempt)
+        with start_tracking(config, "seed=1", SweepInfo("group", 1, 0), {}, folder) as tracker:
+            for index in range(num_rounds):
+                tracker.log_round(a_round(index), [])
+        wandb.teardown()
+    sync(*sorted(sweep_folder.glob("*/wandb/offline-run-*"), reverse=True))
+    assert rounds_that_arrived(server) == [0, 1, 0, 1, 2]
