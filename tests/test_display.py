@@ -17,26 +17,19 @@ from cbexp.display import ProgressDisplay
 from cbexp.display.progress import REFRESH_INTERVAL_S
 from cbexp.display.units import format_bytes, format_number, format_seconds, format_share
 from cbexp.engine.types import StepInfo
-from cbexp.metrics import MemoryUse, RequestRecord, RoundRecord, RunDescription
+from cbexp.metrics import MemoryUse, RequestRecord, RoundRecord
+from tests.metrics_fixtures import describe_run
 
-DESCRIPTION = RunDescription(
+DESCRIPTION = describe_run(
     name="a-sweep-with-a-long-name",
     model="unsloth/Qwen3-4B-Base",
     dataset="dapo_math",
-    backend="sync",
     device="cuda:0",
     dtype="bfloat16",
     compile_mode="max_autotune_no_cudagraphs",
-    fusion="projections",
-    batch_shape="buckets",
     attn_impl="paged|flash_attention_2",
     lora_adapter="random LoRA of rank 16 on q_proj, k_proj, v_proj, o_proj",
-    num_prompts=2,
-    num_generations=1,
     max_new_tokens=12,
-    has_limits_per_prompt=False,
-    is_fixed_length=False,
-    workload_hash="abc",
 )
 STATS = {"graphs": 9, "replays": 1234, "skipped_cudagraphs": 2, "compile_s": 12.5, "capture_s": 0.75}
 STATS |= {"recompiles": 0, "graph_breaks": 0, "device_idle_share": 0.034}

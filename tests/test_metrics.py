@@ -10,27 +10,10 @@ import pytest
 
 from cbexp import metrics
 from cbexp.engine.types import Completion, FinishReason, RequestTimings, StepInfo, StepKind
-from cbexp.metrics import MemoryUse, RequestRecord, RoundRecord, RunDescription
+from cbexp.metrics import MemoryUse, RequestRecord, RoundRecord
+from tests.metrics_fixtures import describe_run
 
-DESCRIPTION = RunDescription(
-    name="default",
-    model="tiny",
-    dataset="arithmetic",
-    backend="sync",
-    device="cpu",
-    dtype="float32",
-    compile_mode="eager",
-    fusion="none",
-    batch_shape="buckets",
-    attn_impl="paged|sdpa",
-    lora_adapter=None,
-    num_prompts=2,
-    num_generations=2,
-    max_new_tokens=5,
-    has_limits_per_prompt=False,
-    is_fixed_length=False,
-    workload_hash="abc",
-)
+DESCRIPTION = describe_run(num_generations=2)
 Times = tuple[float, float | None, float | None, float | None]
 
 

@@ -19,7 +19,7 @@ from cbexp.report.step_times import PERCENTS, find_step_times
 from cbexp.report.ticks import cut_labels
 from cbexp.report.time_use import seconds_by_phase, shares_of_round
 from cbexp.report.workloads import find_workloads
-from tests.report.report_fixtures import REFERENCE, load_one, write_json, write_lines
+from tests.report.report_fixtures import REFERENCE, load_one, write_lines
 
 
 def charts_of(runs):
@@ -50,20 +50,6 @@ def test_ceiling_of_sliding_layers_stops_growing_at_the_window():
     assert ceiling.tokens_per_s(8, 300) == pytest.approx(8e12 / (1e9 + 8 * 200_000))
 
 
-@pytest.fixture
-def make_decoding_run(make_run):
-    """Writes a completed run with every record that its decode point and its ceiling are made of."""
-    plan = {"kv_bytes_per_token": 1000.0, "num_sliding_layers": 2, "num_full_layers": 2, "sliding_window": 16}
-
-    def make(name):
-        folder = make_run(name, [f"seed={name}"], accuracy=0.5, num_judged=500)
-        write_json(folder / "engine.json", {"plan": plan})
-        write_lines(folder / "requests.jsonl", [request()] * 2)
-        return folder
-
-    return make
-
-
 def request(round_index=1, num_prompt_tokens=10, num_tokens=5):
     return {"round_index": round_index, "num_prompt_tokens": num_prompt_tokens, "num_tokens": num_tokens}
 
@@ -76,31 +62,10 @@ def request(round_index=1, num_prompt_tokens=10, num_tokens=5):
         ([request(), request(num_prompt_tokens=-5000)], 10 + 5 / 2),
     ],
 )
-def test_context_is_counted_over_timed_requests_that_can_be(make_decoding_run, requests, context):
-    folder = make_decoding_run("one")
+def test_context_is_counted_over_timed_requests_that_can_be(make_run, requests, context):
+    folder = make_run("one")
     write_lines(folder / "requests.jsonl", requests)
     assert find_decode_point(load_one(folder)).context == context
-
-
-@pytest.mark.parametrize(
-    ("file", "figure"),
-    [
-        ("rounds.jsonl", '"mean_decode_batch": 4.0'),
-        ("requests.jsonl", '"num_prompt_tokens": 10'),
-        ("summary.json", '"bandwidth_bytes_per_s": 1000000000000.0'),
-        ("summary.json", '"num_judged": 500'),
-        ("summary.json", '"accuracy": 0.5'),
-        ("engine.json", '"kv_bytes_per_token": 1000.0'),
-        ("engine.json", '"num_sliding_layers": 2'),
-    ],
-)
-def test_figure_that_cannot_be_hides_no_cell(make_decoding_run, file, figure):
-    folders = [make_decoding_run(name) for name in ("sound", "odd")]
-    path = folders[1] / file
-    assert figure in path.read_text()
-    path.write_text(path.read_text().replace(figure, f"{figure.partition(':')[0]}: -2"))
-    page = build_page(load_runs(folders))
-    assert all(word in page for word in ("</html>", "seed=sound", "seed=odd"))
 
 
 # Times

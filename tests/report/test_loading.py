@@ -29,7 +29,10 @@ def lines(*rows):
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
+STEPS = {"mean_decode_batch": -2}
 STEP = {"kind": "decode", "round_index": 1, "duration_s": 0.5}
+PLAN = {"kv_bytes_per_token": 1000.0, "num_sliding_layers": 2, "num_full_layers": 2, "sliding_window": 16}
+NEGATIVE = dict.fromkeys(("accuracy", "num_judged", "bandwidth_bytes_per_s", "roofline_fraction"), -2)
 FOREIGN = '{"workload_hash": 3, "output_tokens_per_s": 7, "durations_s": [1], "warnings": {}}'
 NO_NUMBERS = '{"workload_hash": "a", "output_tokens_per_s": {"median": NaN, "min": Infinity}}'
 HUGE = summary_of([1.0, 2.0], num_requests=10**400, model={}, backend=math.nan)
@@ -44,12 +47,17 @@ HUGE = summary_of([1.0, 2.0], num_requests=10**400, model={}, backend=math.nan)
         ("summary.json", FOREIGN),
         ("summary.json", NO_NUMBERS),
         ("summary.json", json.dumps(HUGE)),
+        ("summary.json", json.dumps(summary_of([1.0, 2.0], **NEGATIVE))),
+        ("engine.json", json.dumps({"plan": PLAN | {"num_sliding_layers": -2}})),
+        ("engine.json", json.dumps({"plan": PLAN | {"kv_bytes_per_token": -2}})),
+        ("requests.jsonl", lines({"round_index": 1, "num_prompt_tokens": -2, "num_tokens": 5})),
         ("status.json", ""),
         ("status.json", '{"status": 7}'),
         ("rounds.jsonl", '{"round_index": 0, "wall_s": "x"}\nnot json\n{"torn'),
         ("rounds.jsonl", "[" * 100_000 + "\n"),
         ("rounds.jsonl", lines(*(round_record(i, 1e-320) | {"num_output_tokens": 1e308} for i in range(5)))),
         ("rounds.jsonl", lines(*(round_record(i, 1.0) | {"num_output_tokens": 0} for i in range(5)))),
+        ("rounds.jsonl", lines(*(round_record(i, 1.0) | {"steps": STEPS} for i in range(3)))),
         ("steps.jsonl", lines(STEP | {"num_steps": 1e300, "duration_s": 1e200})),
         ("steps.jsonl", lines(STEP | {"num_steps": -3})),
         ("environment.json", '{"cuda": [], "cpu": {"model": "x"}, "versions": [], "source": "x"}'),
@@ -59,6 +67,7 @@ HUGE = summary_of([1.0, 2.0], num_requests=10**400, model={}, backend=math.nan)
 )
 def test_damaged_folder_hides_no_other(make_run, file, content):
     whole, damaged = make_run("whole", ["compile=eager"]), make_run("damaged", ["compile=default"])
+    write_json(damaged / "engine.json", {"plan": PLAN})
     (damaged / file).unlink(missing_ok=True)
     if content is not None:
         (damaged / file).write_bytes(content.replace("\x7f", "\udcff").encode(errors="surrogateescape"))
