@@ -85,6 +85,8 @@ def test_run_whose_records_contradict_each_other_has_no_figures(make_run):
     run = load_one(folder)
     assert (run.status, run.is_failure) == ("unreadable", True)
     assert "summary.json" in run.message
+    (folder / "engine.json").write_text("[1]")
+    assert load_one(folder).remarks == ("engine.json is torn or no JSON object",)
     folder = make_run("two", status="failed", message="no luck")
     (folder / "summary.json").write_text('{"output_tokens_per_s": {"median": 99.0}, "workload_hash": "a"}')
     (row,) = run_rows(load_runs([folder]))
