@@ -171,8 +171,12 @@ def test_links_are_followed_and_every_run_counts_once(make_run, tmp_path):
     write_json(tmp_path / "scratch/sweep/sweep.json", {"cells": [{"folder": "5_x"}, {"folder": "4_x"}]})
     write_json(tmp_path / "outputs/notes/data.json", {})
     outputs = tmp_path / "outputs"
-    links = {outputs / "linked": far.parent, far / "back": near, near / "up": tmp_path}
-    links |= {near / "broken": tmp_path / "gone", outputs / "a": tmp_path / "scratch/sweep"}
+    links = {outputs / "linked": far.parent, far / "back": near, near / "there": far, near / "also": far}
+    links |= {
+        near / "up": tmp_path,
+        near / "broken": tmp_path / "gone",
+        outputs / "a": tmp_path / "scratch/sweep",
+    }
     for place, target in (links | {outputs / "b": tmp_path / "scratch/sweep"}).items():
         place.symlink_to(target, target_is_directory=True)
     runs = load_runs([outputs, near, outputs])
