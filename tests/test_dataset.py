@@ -1,9 +1,11 @@
-"""Prompts of every kind of dataset, and what a user reads when a dataset lacks something."""
+"""Prompts of every kind of dataset, limits of new tokens, and what a user reads where something is amiss."""
 
 from __future__ import annotations
 
 import json
+import math
 import random
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,14 @@ import datasets
 import pytest
 from huggingface_hub.errors import OfflineModeIsEnabled
 
-from cbexp.config import DatasetConfig
+from cbexp.config import DatasetConfig, ExperimentConfig, ModelConfig, SamplingConfig
+from cbexp.dataset.completion_limits import draw_limits, load_completion_limits
 from cbexp.dataset.prompts import PromptSet, load_prompts, needs_tokenizer
-from cbexp.errors import DatasetError
-from tests.model_fixtures import build_tokenizer
+from cbexp.errors import ConfigError, DatasetError
+from cbexp.planning import cache_sizing
+from cbexp.planning.dry_run import summarize_dry_run
+from cbexp.planning.plan import build_plan
+from tests.model_fixtures import QWEN3, build_tokenizer
 
 TOKENIZER = build_tokenizer()
 VOCAB_SIZE = 300
@@ -40,23 +46,19 @@ def arithmetic(**settings: Any) -> DatasetConfig:
 # Chat templates and tokens
 
 
-def test_prompts_are_rendered_with_a_single_bos(tmp_path):
-    prompts = load(jsonl(tmp_path / "rows", {"prompt": "Hi"}))
-    assert prompts.texts == ["<s>[user]Hi[assistant]"]
+def test_prompts_and_chats_are_rendered_with_a_single_bos(tmp_path):
+    chat = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "1."}]
+    rows = ({"prompt": "Hi"}, {"prompt": [*chat, {"role": "user", "content": "2?"}]})
+    prompts = load(jsonl(tmp_path / "rows", *rows, num_prompts=2, system_prompt="Be brief."))
+    system = "<s>[system]Be brief."
+    assert prompts.texts == [
+        f"{system}[user]Hi[assistant]",
+        f"{system}[user]1?[assistant]1.[user]2?[assistant]",
+    ]
     assert prompts.prompt_ids[0].count(BOS_ID) == 1
     assert prompts.prompt_ids[0][0] == BOS_ID
-    assert TOKENIZER.decode(prompts.prompt_ids[0][1:]) == "[user]Hi[assistant]"
+    assert TOKENIZER.decode(prompts.prompt_ids[0][1:]) == "[system]Be brief.[user]Hi[assistant]"
     assert (prompts.answers, prompts.verifier) == (None, None)
-
-
-def test_chat_rows_and_a_system_prompt(tmp_path):
-    chat = [
-        {"role": "user", "content": "1?"},
-        {"role": "assistant", "content": "1."},
-        {"role": "user", "content": "2?"},
-    ]
-    config = jsonl(tmp_path / "rows", {"prompt": chat}, system_prompt="Be brief.")
-    assert load(config).texts == ["<s>[system]Be brief.[user]1?[assistant]1.[user]2?[assistant]"]
 
 
 def test_a_system_prompt_does_not_replace_the_rows_own(tmp_path):
@@ -77,32 +79,23 @@ def test_a_template_from_a_file_goes_first_and_kwargs_reach_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "message"),
+    ("template", "kwargs", "message"),
     [
-        ({"enable_thinkin": True}, "the chat template does not read it. Did you mean 'enable_thinking'"),
-        ({"tokenize": True}, "tokenize is set by cbexp"),
+        ("absent", {}, "cannot be read: "),
+        ("{% for %}", {}, "the chat template refuses line 1"),
+        ("{{ raise_exception('no system role') }}", {}, "refuses line 1 of .*: no system role"),
+        ("{# nothing #}", {}, "prompt is empty once the chat template is applied"),
+        (None, {"enable_thinkin": True}, "does not read it. Did you mean 'enable_thinking'"),
+        (None, {"tokenize": True}, "tokenize is set by cbexp"),
     ],
 )
-def test_template_kwargs_without_effect_are_refused(tmp_path, kwargs, message):
-    with pytest.raises(DatasetError, match=message):
-        load(jsonl(tmp_path / "rows", {"prompt": "Hi"}, chat_template_kwargs=kwargs))
-
-
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        (None, "cannot be read: "),
-        ("{% for %}", "the chat template refuses line 1"),
-        ("{{ raise_exception('no system role') }}", "refuses line 1 of .*: no system role"),
-        ("{# nothing #}", "prompt is empty once the chat template is applied"),
-    ],
-)
-def test_bad_template_files_are_explained(tmp_path, template, message):
+def test_bad_templates_and_settings_without_effect_on_them_are_refused(tmp_path, template, kwargs, message):
     path = tmp_path / "template.jinja"
-    if template is not None:
+    if template not in (None, "absent"):
         path.write_text(template)
+    settings = {"chat_template": str(path)} if template else {}
     with pytest.raises(DatasetError, match=message):
-        load(jsonl(tmp_path / "rows", {"prompt": "Hi"}, chat_template=str(path)))
+        load(jsonl(tmp_path / "rows", {"prompt": "Hi"}, chat_template_kwargs=kwargs, **settings))
 
 
 @pytest.mark.parametrize(
@@ -164,10 +157,8 @@ def test_jsonl_is_shuffled_by_its_seed(tmp_path):
         ("[1]", "line 2 of .*rows holds a JSON list"),
         ({"question": "?", "id": 1}, "line 2 of .*rows has no field 'prompt'. Its fields: question, id"),
         ({"prompt": "  "}, "line 2 of .*rows: its prompt is empty"),
-        ({"prompt": []}, "line 2 of .*rows: its prompt is empty"),
         ({"prompt": [{"role": "user", "content": ""}]}, "line 2 of .*rows: its prompt is empty"),
         ({"prompt": 3}, "line 2 of .*rows: its prompt is of type int"),
-        ({"prompt": None}, "line 2 of .*rows: its prompt is of type NoneType"),
         ({"prompt": ["x"]}, "line 2 of .*rows: a chat message is an object"),
         ({"prompt": [{"role": "user"}]}, "line 2 of .*rows: a chat message needs a role and a content"),
         (r'{"prompt": "\ud800 x"}', "not valid Unicode, at character"),
@@ -191,13 +182,10 @@ def test_bad_answers_are_named_when_a_verifier_reads_them(tmp_path, row, message
         load(jsonl(tmp_path / "rows", row, verifier="gsm8k", answer_field="answer"))
 
 
-def test_too_few_rows_gives_both_counts(tmp_path):
+def test_files_that_cannot_be_read_or_are_too_short_are_explained(tmp_path):
+    config = jsonl(tmp_path / "rows", {"prompt": "a"}, {"prompt": "b"}, num_prompts=3)
     with pytest.raises(DatasetError, match=r"num_prompts=3 are asked for, and .* has 2 rows"):
-        load(jsonl(tmp_path / "rows", {"prompt": "a"}, {"prompt": "b"}, num_prompts=3))
-
-
-def test_files_that_cannot_be_read_are_explained(tmp_path):
-    config = jsonl(tmp_path / "rows", {"prompt": "a"})
+        load(config)
     (tmp_path / "rows").write_bytes(b'{"prompt": "\xff"}')
     with pytest.raises(DatasetError, match="is not UTF-8 text"):
         load(config)
@@ -246,11 +234,6 @@ def test_hub_rows_come_in_the_order_of_the_librarys_shuffle(hub_folder):
     shuffled = datasets.load_dataset(str(hub_folder), "en", split="train").shuffle(seed=3407).select(range(4))
     assert prompts.answers == shuffled["solution"][:]
     assert prompts.texts == [f"<s>[user]{prompt}[assistant]" for prompt in shuffled["prompt"]]
-    assert prompts.verifier is not None
-    assert prompts.verifier(rf"\boxed{{{prompts.answers[0]}}}", prompts.answers[0])
-
-
-def test_hub_rows_without_a_shuffle_come_in_order(hub_folder):
     assert load(hub(hub_folder, shuffle_seed=None, config_name="cn")).answers == ["0", "1", "2", "3"]
 
 
@@ -287,32 +270,32 @@ def test_an_empty_hub_prompt_is_named_by_its_own_row(tmp_path):
         load(hub(tmp_path, config_name=None, num_prompts=12))
 
 
-def test_missing_folders_and_offline_hubs_are_explained(tmp_path):
-    with pytest.raises(DatasetError, match="there is no such folder"):
-        load(hub(tmp_path / "nowhere"))
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(DatasetError, match="cannot be loaded"):
-        load(hub(tmp_path / "empty", config_name=None))
+FAILURES = {
+    "offline": OfflineModeIsEnabled("offline"),
+    "refused": ConnectionError("refused"),
+    "gated": datasets.exceptions.DatasetNotFoundError("Dataset 'org/d' is a gated dataset on the Hub."),
+}
 
 
 @pytest.mark.parametrize(
-    ("failure", "message"),
+    ("path", "message"),
     [
-        (OfflineModeIsEnabled("offline"), r"the hub cannot be reached. Give a local folder in dataset\.path"),
-        (ConnectionError("refused"), "the hub cannot be reached"),
-        (
-            datasets.exceptions.DatasetNotFoundError("Dataset 'org/d' is a gated dataset on the Hub."),
-            "dataset 'org/d' cannot be loaded: .*is a gated dataset",
-        ),
+        ("./nowhere", "there is no such folder"),
+        (".", "cannot be loaded"),
+        ("org/offline", r"the hub cannot be reached. Give a local folder in dataset\.path"),
+        ("org/refused", "the hub cannot be reached"),
+        ("org/gated", "dataset 'org/gated' cannot be loaded: .*is a gated dataset"),
     ],
 )
-def test_hub_failures_are_explained(monkeypatch, failure, message):
+def test_folders_and_hubs_without_a_dataset_are_explained(tmp_path, monkeypatch, path, message):
     def fail(*args: Any, **kwargs: Any) -> None:
-        raise failure
+        raise FAILURES[path.removeprefix("org/")]
 
-    monkeypatch.setattr(datasets, "load_dataset", fail)
+    monkeypatch.chdir(tmp_path)
+    if path.startswith("org/"):
+        monkeypatch.setattr(datasets, "load_dataset", fail)
     with pytest.raises(DatasetError, match=message):
-        load(hub("org/d"))
+        load(hub(path, config_name=None))
 
 
 # Synthetic
@@ -338,16 +321,13 @@ def test_ids_follow_the_seed_and_avoid_special_ids():
     drawn = {token_id for ids in prompts for token_id in ids}
     assert drawn.isdisjoint(TOKENIZER.all_special_ids)
     assert max(drawn) >= 290
+    config = synthetic(num_prompts=20, min_length=1, max_length=50)  # lengths have no seed of their own
+    first, other = ([len(ids) for ids in load(config, seed).prompt_ids] for seed in (0, 1))
+    assert first != other
     no_tokenizer = load_prompts(config, None, 4, 0, special_ids=[0, 3])
     assert {token_id for ids in no_tokenizer.prompt_ids for token_id in ids} == {1, 2}
     assert no_tokenizer.texts is None
     assert not needs_tokenizer(config)
-
-
-def test_lengths_without_a_seed_of_their_own_follow_the_seed():
-    config = synthetic(num_prompts=20, min_length=1, max_length=50)
-    first, other = ([len(ids) for ids in load(config, seed).prompt_ids] for seed in (0, 1))
-    assert first != other
 
 
 @pytest.mark.parametrize("text", ["[5, 1, 9, 4]", "5\n1\n9\n4\n"])
@@ -362,7 +342,6 @@ def test_lengths_come_from_a_file(tmp_path, text):
     [
         (None, "cannot be read: "),
         ("5\n0\n", "'0' is none"),
-        ("five", "no list of lengths"),
         ("[1, 2.5]", "2.5 is none"),
         ("[1, ", "no list of lengths"),
         ("[null]", "no list of lengths"),
@@ -375,3 +354,89 @@ def test_bad_files_of_lengths_are_explained(tmp_path, text, message):
         path.write_text(text)
     with pytest.raises(DatasetError, match=message):
         load(synthetic(num_prompts=3, lengths_file=str(path)))
+
+
+# Limits of new tokens
+
+DRAWN = SamplingConfig(max_new_tokens=8192, median_new_tokens=600)
+
+
+def experiment(sampling: SamplingConfig, num_prompts: int = 3, seed: int = 0) -> ExperimentConfig:
+    config = ExperimentConfig(
+        model=ModelConfig(name="test", init="random", architecture=QWEN3, device="cpu"),
+        dataset=synthetic(num_prompts=num_prompts, min_length=5, max_length=5),
+        sampling=sampling,
+        seed=seed,
+    )
+    config.cache.page_size = 16
+    return config
+
+
+def from_file(tmp_path, text: str, num_prompts: int = 3) -> ExperimentConfig:
+    path = tmp_path / "limits.json"
+    path.write_text(text)
+    return experiment(SamplingConfig(max_new_tokens_file=str(path)), num_prompts)
+
+
+def test_limits_are_one_for_all_or_those_of_a_file(tmp_path):
+    assert load_completion_limits(experiment(SamplingConfig(max_new_tokens=7))) == [7, 7, 7]
+    assert load_completion_limits(experiment(SamplingConfig())) == [512] * 3
+    assert load_completion_limits(from_file(tmp_path, "[4, 90, 1]")) == [4, 90, 1]
+
+
+@pytest.mark.parametrize("text", ["4 90 1", "{}", "[4, 0, 1]", "[4, 1.5, 2]", "[true, 4, 5]"])
+def test_file_that_is_no_list_of_limits_is_refused(tmp_path, text):
+    with pytest.raises(ConfigError, match=r"sampling.max_new_tokens_file=.*limits.json"):
+        load_completion_limits(from_file(tmp_path, text))
+
+
+def test_file_that_is_not_there_or_has_another_number_of_limits_is_refused(tmp_path):
+    config = experiment(SamplingConfig(max_new_tokens_file=str(tmp_path / "none.json")))
+    with pytest.raises(ConfigError, match=r"none.json.* cannot be read: "):
+        load_completion_limits(config)
+    for num_prompts in (2, 4):
+        with pytest.raises(ConfigError, match=f"has 3 limits, and dataset.num_prompts={num_prompts}"):
+            load_completion_limits(from_file(tmp_path, "[4, 90, 1]", num_prompts))
+
+
+def test_drawn_limits_are_log_normal():
+    limits = draw_limits(DRAWN, 20_000, seed=1)
+    logarithms = [math.log(limit) for limit in limits]
+    assert statistics.median(limits) == pytest.approx(600, rel=0.03)
+    assert statistics.stdev(logarithms) == pytest.approx(1.0, rel=0.03)
+    assert max(limits) == 8192
+    assert min(limits) >= 1
+    assert (
+        draw_limits(SamplingConfig(max_new_tokens=9, median_new_tokens=5, sigma_new_tokens=0), 4, 0)
+        == [5] * 4
+    )
+
+
+def test_drawn_limits_are_fixed_by_their_seed_and_begin_alike():
+    assert draw_limits(DRAWN, 8, seed=1) == draw_limits(DRAWN, 20, seed=1)[:8]
+    assert draw_limits(DRAWN, 8, seed=1) != draw_limits(DRAWN, 8, seed=2)
+    own = SamplingConfig(max_new_tokens=8192, median_new_tokens=600, new_tokens_seed=5)
+    assert load_completion_limits(experiment(own, seed=1)) == load_completion_limits(experiment(own, seed=2))
+    assert load_completion_limits(experiment(DRAWN, seed=1)) == draw_limits(DRAWN, 3, seed=1)
+
+
+def test_plan_counts_every_request_at_its_own_length(tmp_path):
+    config = from_file(tmp_path, "[4, 90, 1]")
+    plan = build_plan(config)
+    assert (plan.limits, plan.max_new_tokens) == ((4, 90, 1), 90)
+    assert json.loads(json.dumps(plan.to_dict()))["mean_max_new_tokens"] == pytest.approx(95 / 3)
+    size = cache_sizing.size_cache(plan, [5, 5, 20], 2, rounding_blocks=0, free_bytes=2**30)
+    assert size.num_blocks == 2 * (1 + 6 + 2)
+    report = summarize_dry_run(config)
+    assert report.cache_tokens_asked == (1 + 6 + 1) * 16
+    assert report.longest_request_tokens == 6 * 16
+
+
+def test_request_that_is_too_long_is_the_longest_with_its_own_limit(tmp_path):
+    config = from_file(tmp_path, "[200, 90, 1]")
+    plan = build_plan(config)
+    with pytest.raises(ConfigError, match="prompt 1 has 170 tokens, which with 90 new tokens exceed"):
+        cache_sizing.check_prompt_lengths(plan, [5, 170, 250])
+    config.cache.num_tokens = 64
+    with pytest.raises(ConfigError, match=r"prompt 0 needs 13 .* \(5 prompt \+ 200 new\)"):
+        cache_sizing.size_cache(build_plan(config), [5, 5, 5], 1, rounding_blocks=0, free_bytes=2**30)

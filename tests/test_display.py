@@ -17,39 +17,23 @@ from cbexp.display import ProgressDisplay
 from cbexp.display.progress import REFRESH_INTERVAL_S
 from cbexp.display.units import format_bytes, format_number, format_seconds, format_share
 from cbexp.engine.types import StepInfo
-from cbexp.metrics import MemoryUse, RequestRecord, RoundRecord, RunDescription
+from cbexp.metrics import MemoryUse, RequestRecord, RoundRecord
+from tests.metrics_fixtures import describe_run
 
-FACTS = RunDescription(
+DESCRIPTION = describe_run(
     name="a-sweep-with-a-long-name",
     model="unsloth/Qwen3-4B-Base",
     dataset="dapo_math",
-    backend="sync",
     device="cuda:0",
     dtype="bfloat16",
     compile_mode="max_autotune_no_cudagraphs",
-    fusion="projections",
-    batch_shape="buckets",
     attn_impl="paged|flash_attention_2",
     lora_adapter="random LoRA of rank 16 on q_proj, k_proj, v_proj, o_proj",
-    num_prompts=2,
-    num_generations=1,
     max_new_tokens=12,
-    has_limits_per_prompt=False,
-    is_fixed_length=False,
-    workload_hash="abc",
 )
-
-
-STATS = {
-    "graphs": 9,
-    "replays": 1234,
-    "recompiles": 0,
-    "graph_breaks": 0,
-    "skipped_cudagraphs": 2,
-    "compile_s": 12.5,
-    "capture_s": 0.75,
-    "device_idle_share": 0.034,
-}
+STATS = {"graphs": 9, "replays": 1234, "skipped_cudagraphs": 2, "compile_s": 12.5, "capture_s": 0.75}
+STATS |= {"recompiles": 0, "graph_breaks": 0, "device_idle_share": 0.034}
+ROOFLINE = {"roofline_fraction": 0.71, "bandwidth_bytes_per_s": 4.3e12}
 
 
 def requests_of(round_index: int, *reasons: str) -> list[RequestRecord]:
@@ -69,6 +53,7 @@ def round_of(requests: list[RequestRecord], wall_s: float = 0.5, is_warmup: bool
 
 
 def summary_of(*reasons: str) -> dict:
+    """Of two timed rounds after one of warmup, each with requests that end for these reasons."""
     requests = [requests_of(index, *reasons) for index in range(3)]
     rounds = [
         round_of(of_round, wall_s=0.5 + index / 10, is_warmup=index == 0)
@@ -77,7 +62,7 @@ def summary_of(*reasons: str) -> dict:
     flat = [request for of_round in requests for request in of_round]
     durations_s = {"load_model": 12.3, "warmup": 0.045}
     warnings = ["cache.page_size is idle [here]"]
-    return metrics.summarize_run(FACTS, rounds, flat, durations_s, None, warnings, {})
+    return metrics.summarize_run(DESCRIPTION, rounds, flat, durations_s, None, warnings, {})
 
 
 class Screen:
@@ -121,19 +106,14 @@ def print_completed(summary: dict, directory: RunDirectory, **options) -> Screen
         (format_number, 0, "0.00"),
         (format_number, 1.234, "1.23"),
         (format_number, 9.996, "10.0"),
-        (format_number, 12.34, "12.3"),
         (format_number, 99.96, "100"),
         (format_number, 1234.5, "1,234"),
-        (format_number, 0.001, "0.00"),
         (format_seconds, 0.0000123, "12.3 us"),
         (format_seconds, 0.00123, "1.23 ms"),
         (format_seconds, 0.9999, "1.00 s"),
-        (format_seconds, 0.5, "500 ms"),
-        (format_seconds, 75.0, "75.0 s"),
         (format_seconds, 1e4, "10,000 s"),
         (format_share, 0.1234, "12.3 %"),
         (format_share, -1e-18, "0.0 %"),
-        (format_bytes, 0, "0 B"),
         (format_bytes, 1023, "1023 B"),
         (format_bytes, 1024, "1.00 KiB"),
         (format_bytes, 5 * 2**20, "5.00 MiB"),
@@ -146,53 +126,58 @@ def test_figures_have_three_digits_and_a_fitting_unit(form, value, text):
 
 # The final table
 
+FINAL_TABLE = """
+a-sweep-with-a-long-name: unsloth/Qwen3-4B-Base + random LoRA of rank 16 on q_proj, k_proj, v_proj,
+o_proj, dapo_math, driver sync, compile max_autotune_no_cudagraphs, attention
+paged|flash_attention_2, bfloat16 on cuda:0
+status       completed, 2 timed round(s) after 1 of warmup, all 4 requests finished
+throughput   36.9 output tokens/s (34.3 to 40.0, +/- 7.7 %)
+             129 tokens/s with prompts, 3.08 requests/s
+wall         650 ms a round (600 ms to 700 ms)
+tokens       24 output tokens a round, 12.0 a request (at most 12 of 12); ended by EOS 2, by limit 2
+accuracy     50.0 % (2 of 4 judged completions)
+rounds       identical completions in every timed round
+time         prefill 15.5 %, mixed 0.0 %, decode 46.4 %, outside steps 38.1 %; decode at 71.0 % of
+             the memory limit (4.30 TB/s)
+batch        mean 2.00 requests a step, occupancy 100.0 %, padding 5.9 %, cache use up to 25.0 %
+bursts       1 a round, each 10.0 steps and 20.0 tokens; device idle 3.4 %
+compiled     in 12.5 s, 9 graphs captured in 750 ms; 2 skipped cudagraphs; 1,234 replays
+memory       device peak 12.5 GiB allocated, 13.2 GiB reserved; process peak 2.00 GiB
+durations    load model 12.3 s, warmup 45.0 ms
+
+ times            mean       p50       p90       p99       max
+ ─────────────────────────────────────────────────────────────
+ TTFT          10.0 ms   10.0 ms   10.0 ms   10.0 ms   10.0 ms
+ TPOT          2.00 ms   2.00 ms   2.00 ms   2.00 ms   2.00 ms
+ latency       32.0 ms   32.0 ms   32.0 ms   32.0 ms   32.0 ms
+ queue         1.00 ms   1.00 ms   1.00 ms   1.00 ms   1.00 ms
+ decode step   30.0 ms   30.0 ms   30.0 ms   30.0 ms
+
+warning      cache.page_size is idle [here]
+tracking     W&B offline; upload with: wandb sync
+             {path}
+results      outputs/default/2026-11-30_06-00-00 (1.00 MiB)
+"""
+
 
 def test_final_table_has_every_figure_with_its_unit(directory):
     (directory.path / "more").write_bytes(b"x" * 2**20)
-    words = print_completed(summary_of("eos", "length"), directory).words
-    for expected in (
-        "completed, 2 timed round(s) after 1 of warmup, all 4 requests finished",
-        "throughput 36.9 output tokens/s (34.3 to 40.0, +/- 7.7 %)",
-        "129 tokens/s with prompts, 3.08 requests/s",
-        "wall 650 ms a round (600 ms to 700 ms)",
-        "24 output tokens a round, 12.0 a request (at most 12 of 12); ended by EOS 2, by limit 2",
-        "accuracy 50.0 % (2 of 4 judged completions)",
-        "identical completions in every timed round",
-        "prefill 15.5 %, mixed 0.0 %, decode 46.4 %, outside steps 38.1 %",
-        "mean 2.00 requests a step, occupancy 100.0 %, padding 5.9 %, cache use up to 25.0 %",
-        "bursts 1 a round, each 10.0 steps and 20.0 tokens",
-        "device peak 12.5 GiB allocated, 13.2 GiB reserved; process peak 2.00 GiB",
-        "load model 12.3 s, warmup 45.0 ms",
-        "times mean p50 p90 p99 max",
-        "TTFT 10.0 ms 10.0 ms 10.0 ms 10.0 ms 10.0 ms",
-        "TPOT 2.00 ms",
-        "latency 32.0 ms",
-        "queue 1.00 ms",
-        "decode step 30.0 ms 30.0 ms 30.0 ms 30.0 ms",
-        "warning cache.page_size is idle [here]",
-        "compile max_autotune_no_cudagraphs",
-        "random LoRA of rank 16",
-        "bfloat16 on cuda:0",
-        "results outputs/default/2026-11-30_06-00-00 (1.00 MiB)",
-    ):
-        assert expected in words
-    assert "compiled" not in words
+    path = f"/data/{'deep/' * 30}offline-run"  # is not broken
+    tracking = {"tracking": f"W&B offline; upload with: wandb sync {path}"}
+    text = print_completed(summary_of("eos", "length") | STATS | ROOFLINE | tracking, directory).text
+    assert [line.rstrip() for line in text.splitlines()] == FINAL_TABLE.format(path=path).splitlines()
 
 
 FIXED = {"is_fixed_length": True}
 LIMITED = FIXED | {"has_limits_per_prompt": True}
 WITHOUT_GRAPHS = STATS | {"graphs": 0, "replays": 0, "capture_s": 0.0, "skipped_cudagraphs": 0}
-ROOFLINE = {"roofline_fraction": 0.71, "bandwidth_bytes_per_s": 4.3e12}
 DIFFERING = {"are_rounds_identical": False, "num_differing_requests": 1}
 
 
 @pytest.mark.parametrize(
     ("reasons", "changes", "expected"),
     [
-        ("eos", STATS, "device idle 3.4 %"),
-        ("eos", STATS, "compiled in 12.5 s, 9 graphs captured in 750 ms; 2 skipped cudagraphs; 1,234"),
         ("eos", WITHOUT_GRAPHS, "compiled in 12.5 s memory"),
-        ("eos", ROOFLINE, "decode at 71.0 % of the memory limit (4.30 TB/s)"),
         ("length length", FIXED, "24 output tokens a round, fixed length 12"),
         ("length", LIMITED, "12 output tokens a round, fixed lengths of up to 12"),
         ("length", FIXED | {"num_short": 4}, "4 request(s) SHORT of the fixed length 12"),
@@ -200,38 +185,25 @@ DIFFERING = {"are_rounds_identical": False, "num_differing_requests": 1}
         ("eos failed lost", {}, "but 2 FAILED and 2 LOST of 6 requests"),
     ],
 )
-def test_what_a_run_has_beside_is_in_the_table(directory, reasons, changes, expected):
+def test_what_other_runs_have_is_in_the_table(directory, reasons, changes, expected):
     assert expected in print_completed(summary_of(*reasons.split()) | changes, directory).words
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
-@pytest.mark.parametrize("width", [100, 60])
-def test_final_table_fits(directory, monkeypatch, is_terminal, width):
+def test_final_table_fits(directory, monkeypatch, is_terminal):
     monkeypatch.setenv("NO_COLOR", "1")
-    summary = summary_of("eos", "length") | STATS
-    summary["tracking"] = (
-        "W&B offline (no credentials for https://api.example); upload with: wandb sync outputs/x"
-    )
-    summary["warnings"] = ["a warning of many words " * 20]
-    screen = print_completed(summary, directory, is_terminal=is_terminal, width=width)
-    shown = re.sub(r"\x1b\[[0-9;]*m", "", screen.text)
-    assert max(len(line) for line in shown.splitlines()) <= width
+    summary = summary_of("eos", "failed") | STATS | {"warnings": ["a warning of many words " * 20]}
+    text = print_completed(summary, directory, is_terminal=is_terminal, width=60).text
+    assert not any(color in text for color in ("\x1b[31", "\x1b[32", "\x1b[33", "\x1b[1;31"))
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    assert max(map(len, shown.splitlines())) <= 60
 
 
-def test_paths_and_commands_are_not_broken(directory):
-    path = "/data/" + "deep/" * 30 + "offline-run-20261130_071312-uqb6k5pn"
-    summary = summary_of("eos") | {"tracking": f"W&B offline; upload with: wandb sync {path}"}
-    assert path in print_completed(summary, directory).text
-
-
-def test_failures_are_in_red_on_a_terminal_alone_and_without_no_color(directory, monkeypatch):
+def test_failures_are_in_red_on_a_terminal_alone(directory):
     summary = summary_of("eos", "failed")
     lines = print_completed(summary, directory, is_terminal=True).text.splitlines()
     assert all("\x1b[1;31m" in line for line in lines if "FAILED" in line)
     assert "\x1b" not in print_completed(summary, directory).text
-    monkeypatch.setenv("NO_COLOR", "1")
-    text = print_completed(summary, directory, is_terminal=True).text
-    assert not any(color in text for color in ("\x1b[31", "\x1b[32", "\x1b[33", "\x1b[1;31"))
 
 
 def test_table_is_plain_ascii_where_there_is_nothing_else(directory):
@@ -245,10 +217,10 @@ def test_table_is_plain_ascii_where_there_is_nothing_else(directory):
 def test_driver_without_steps_and_device_has_a_table_too(directory):
     requests = requests_of(0, "failed")
     record = metrics.summarize_round(0, False, 0.0, 1.0, requests, [], MemoryUse(None, None, None, None, 0.5))
-    summary = metrics.summarize_run(FACTS, [record], requests, {}, None, [], {})
+    summary = metrics.summarize_run(DESCRIPTION, [record], requests, {}, None, [], {})
     text = print_completed(summary, directory).text
     assert "process peak 0.50 GiB" in text
-    assert not any(word in text for word in ("decode step", "prefill", "identical"))
+    assert not any(word in text for word in ("decode step", "prefill", "identical", "compiled"))
 
 
 # Other ends
@@ -259,72 +231,70 @@ def test_driver_without_steps_and_device_has_a_table_too(directory):
     [("failed", "FAILED"), ("out_of_memory", "OUT OF MEMORY"), ("not_applicable", "NOT APPLICABLE")],
 )
 def test_bad_ends_go_to_stderr_with_reason_and_records(directory, status, word):
+    directory.mark(status, ValueError("x"))
     screen = Screen()
     screen.display.print_outcome(status, None, "the reason [/bold] in brackets\nand more", directory)
     assert screen.text == ""
-    first, second, records = screen.errors.getvalue().splitlines()
+    first, second, records, *traceback = screen.errors.getvalue().splitlines()
     assert (first, second) == (f"{word}: the reason [/bold] in brackets", "and more")
-    assert records.startswith("records      outputs/default/2026-11-30_06-00-00 (")
-
-
-def test_failure_with_a_traceback_file_names_it(directory):
-    directory.mark("failed", ValueError("x"))
-    screen = Screen()
-    screen.display.print_outcome("failed", None, "x", directory)
-    assert "traceback    outputs/default/2026-11-30_06-00-00/traceback.txt" in screen.errors.getvalue()
+    folder = "outputs/default/2026-11-30_06-00-00"
+    assert records.startswith(f"records      {folder} (")
+    assert traceback == ([] if "NOT" in word else [f"traceback    {folder}/traceback.txt"])
 
 
 # Before and during rounds
 
+PLAN = {
+    "driver": "sync",
+    "device": "cpu",
+    "dtype": "float32",
+    "attn_implementation": "sdpa",
+    "compile_mode": "eager",
+    "model_type": "qwen3",
+    "num_parameters": 1_000_000,
+    "weight_bytes": 4_000_000,
+    "max_new_tokens": 64,
+    "max_requests_per_batch": 32,
+    "page_size": 256,
+    "block_sharing": False,
+    "scheduler": "fifo",
+    "max_batch_tokens": 8192,
+    "batch_shape": "buckets",
+    "buckets": [1, 8, 32],
+    "max_burst": 128,
+    "fusion": "auto",
+    "self_check": True,
+}
+SET_UP = """\
+model        qwen3, 1,000,000 parameters, 3.81 MiB of weights, float32 on cpu
+driver       sync, compile eager, attention sdpa
+batches      at most 64 new tokens a request, 32 requests a step, 8,192 tokens a step; block sharing
+             off, scheduler fifo
+decoding     buckets 1, 8, 32, bursts of up to 128 steps, fusion auto
+warning      adapter.rank is idle
+stop         EOS ids 1, 2; pad id 0
+stop         EOS ids none, requests end at their limit; pad id 0
+cache        32,768 tokens: 128 blocks of 256
+resolved     fusion layers, batches 1, 8
+compiled     in 12.5 s, 9 graphs captured in 750 ms; 2 skipped cudagraphs
+compiler     cache of 3.00 MiB in /cache/inductor, /cache/triton
+weights      8.04 GB
+"""
 
-def test_plan_stop_ids_and_cache_are_printed():
-    values = {
-        "driver": "sync",
-        "device": "cpu",
-        "dtype": "float32",
-        "attn_implementation": "sdpa",
-        "compile_mode": "eager",
-        "model_type": "qwen3",
-        "num_parameters": 1_000_000,
-        "weight_bytes": 4_000_000,
-        "max_new_tokens": 64,
-        "max_requests_per_batch": 32,
-        "page_size": 256,
-        "block_sharing": False,
-        "scheduler": "fifo",
-        "max_batch_tokens": 8192,
-        "batch_shape": "buckets",
-        "buckets": [1, 8, 32],
-        "max_burst": 128,
-        "fusion": "auto",
-        "self_check": True,
-    }
+
+def test_plan_stop_ids_cache_and_compilation_are_printed():
     screen = Screen()
-    screen.display.print_plan(SimpleNamespace(to_dict=lambda: values, warnings=["adapter.rank is idle"]))
-    screen.display.print_stop_ids((1, 2), 0)
-    screen.display.print_stop_ids((), 0)
-    screen.display.print_cache({"num_blocks": 128, "page_size": 256})
-    screen.display.print_cache({})
-    screen.display.print_set_up(
-        STATS, {"folders": ["/cache/inductor", "/cache/triton"], "num_bytes": 3 * 2**20}
-    )
-    screen.display.print_set_up({}, None)
-    screen.display.print_dry_run(SimpleNamespace(rows=lambda: [("weights", "8.04 GB")]))
-    for expected in (
-        "model qwen3, 1,000,000 parameters, 3.81 MiB of weights, float32 on cpu",
-        "driver sync, compile eager, attention sdpa",
-        "at most 64 new tokens a request, 32 requests a step, 8,192 tokens a step; block sharing off, scheduler fifo",
-        "warning adapter.rank is idle",
-        "stop EOS ids 1, 2; pad id 0",
-        "stop EOS ids none, requests end at their limit; pad id 0",
-        "cache 32,768 tokens: 128 blocks of 256",
-        "decoding buckets 1, 8, 32, bursts of up to 128 steps, fusion auto",
-        "compiled in 12.5 s, 9 graphs captured in 750 ms; 2 skipped cudagraphs",
-        "compiler cache of 3.00 MiB in /cache/inductor, /cache/triton",
-        "weights 8.04 GB",
-    ):
-        assert expected in screen.words
-    assert screen.text.count("\ncache ") == screen.text.count("\ncompiler ") == 1
+    display = screen.display
+    display.print_plan(SimpleNamespace(to_dict=lambda: PLAN, warnings=["adapter.rank is idle"]))
+    display.print_stop_ids((1, 2), 0)
+    display.print_stop_ids((), 0)
+    display.print_cache({"num_blocks": 128, "page_size": 256, "fusion": "layers", "buckets": [1, 8]})
+    display.print_cache({})
+    folders = ["/cache/inductor", "/cache/triton"]
+    display.print_set_up(STATS, {"folders": folders, "num_bytes": 3 * 2**20})
+    display.print_set_up({}, None)
+    display.print_dry_run(SimpleNamespace(rows=lambda: [("weights", "8.04 GB")]))
+    assert screen.text == SET_UP
 
 
 def decode_step(end_s: float, num_finished: int = 0) -> StepInfo:
@@ -334,24 +304,19 @@ def decode_step(end_s: float, num_finished: int = 0) -> StepInfo:
 def test_without_a_terminal_a_round_is_one_line(monkeypatch):
     monkeypatch.setattr("cbexp.display.progress.NOTEWORTHY_PHASE_S", float("inf"))
     screen = Screen()
-    record = round_of(requests_of(3, "eos", "length"))
     with screen.display.showing_phase("load_model"):
         pass
     with screen.display.showing_round(3, False, 2):
         for index in range(50):
             screen.display.on_step(index, decode_step(time.perf_counter() + index))
         assert screen.text == ""
-    screen.display.print_round(record)
-    assert screen.text == (
-        "round 3      500 ms, 48.0 output tokens/s, 24 tokens, 2 of 2 requests, accuracy 50.0 %\n"
-    )
-
-
-def test_bad_and_warmup_rounds_are_told_apart():
-    screen = Screen()
+    screen.display.print_round(round_of(requests_of(3, "eos", "length")))
     screen.display.print_round(round_of(requests_of(0, "eos", "lost"), is_warmup=True))
-    assert screen.text.startswith("warmup 0 ")
-    assert "1 of 2 requests, accuracy 50.0 %, 0 FAILED, 1 LOST" in screen.words
+    assert screen.text.splitlines() == [
+        "round 3      500 ms, 48.0 output tokens/s, 24 tokens, 2 of 2 requests, accuracy 50.0 %",
+        "warmup 0     500 ms, 24.0 output tokens/s, 12 tokens, 1 of 2 requests, accuracy 50.0 %, 0 FAILED, 1",
+        "             LOST",
+    ]
 
 
 def test_terminal_shows_requests_tokens_and_cache_while_a_round_runs(monkeypatch):

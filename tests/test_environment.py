@@ -30,29 +30,20 @@ from cbexp.environment import (
 CPU = torch.device("cpu")
 
 
-def test_environment_is_plain_json_with_versions_and_hardware():
-    found = collect_environment()
-    assert json.loads(json.dumps(found, allow_nan=False)) == found
-    assert found["versions"]["torch"] == metadata.version("torch")
-    assert found["versions"]["transformers"] == metadata.version("transformers")
-    assert found["python"] == sys.version.split()[0]
-    assert found["cpu"]["num_usable_cores"] >= 1
-    assert found["cpu"]["memory_gib"] > 0.1
-    assert (found["cuda"] is not None) == torch.cuda.is_available()
-
-
-def test_only_named_variables_are_recorded(monkeypatch):
+def test_environment_is_plain_json_with_versions_hardware_and_named_variables_alone(monkeypatch):
+    monkeypatch.setattr(environment, "PACKAGES", ("torch", "no-such-package"))
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     for name in ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "a-secret-value")
     found = collect_environment()
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert found["versions"] == {"torch": metadata.version("torch"), "no-such-package": None}
+    assert found["python"] == sys.version.split()[0]
+    assert found["cpu"]["num_usable_cores"] >= 1
+    assert found["cpu"]["memory_gib"] > 0.1
+    assert (found["cuda"] is not None) == torch.cuda.is_available()
     assert found["variables"]["OMP_NUM_THREADS"] == "3"
     assert "a-secret-value" not in json.dumps(found)
-
-
-def test_missing_package_has_no_version(monkeypatch):
-    monkeypatch.setattr(environment, "PACKAGES", ("torch", "no-such-package"))
-    assert collect_environment()["versions"]["no-such-package"] is None
 
 
 def test_seed_makes_all_generators_repeat():
@@ -91,7 +82,7 @@ def test_cpu_has_host_memory_only():
     synchronize(CPU)
 
 
-def test_release_collects_garbage_and_leaves_no_device_memory_on_a_cpu():
+def test_release_collects_garbage_and_resets_compiled_code_only_where_there_is_some(monkeypatch):
     class Node:
         pass
 
@@ -99,17 +90,13 @@ def test_release_collects_garbage_and_leaves_no_device_memory_on_a_cpu():
     node.itself = node
     alive = weakref.ref(node)
     del node
-    left_bytes = release_memory()
-    assert alive() is None
-    assert left_bytes == 0 or torch.cuda.is_available()
-
-
-def test_release_resets_compiled_code_only_where_there_is_some(monkeypatch):
     calls = []
     compiler = SimpleNamespace(reset=lambda: calls.append("reset"))
     monkeypatch.setattr(torch, "_dynamo", compiler, raising=False)
     monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
-    release_memory()
+    left_bytes = release_memory()
+    assert alive() is None
+    assert left_bytes == 0 or torch.cuda.is_available()
     assert "torch._dynamo" not in sys.modules, "release_memory imported the compiler"
     assert calls == []
     monkeypatch.setitem(sys.modules, "torch._dynamo", compiler)
@@ -141,9 +128,8 @@ esac
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _index: card)
     found = collect_environment()["cuda"]
     assert found["driver"] == "580.1"
-    (device,) = found["devices"]
-    assert (device["name"], device["uuid"], device["memory_gib"]) == ("Card", "1-a", 2.0)
-    assert (device["compute_capability"], device["num_multiprocessors"]) == ("9.0", 132)
+    device = {"name": "Card", "uuid": "1-a", "memory_gib": 2.0, "compute_capability": "9.0"}
+    assert found["devices"] == [device | {"num_multiprocessors": 132}]
     assert found["host_gpus"] == ["0, Card, 10 MiB, 100 MiB"]
     assert found["processes"] == [{"uuid": "GPU-1-a", "pid": 12, "memory_used_mib": 5}]
     (state,) = found["gpu_states"]

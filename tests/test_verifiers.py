@@ -1,56 +1,175 @@
-"""Verifiers: right answers, near misses, garbage, and references that nothing could match."""
-
-from __future__ import annotations
+"""Arithmetic questions, and verifiers: right answers, near misses, garbage, and references nothing could match."""
 
 import random
+import re
 import string
 import threading
+from collections import Counter
 
 import pytest
 
-from cbexp.dataset.verifiers import ANSWER_CHECKS, verify_arithmetic, verify_gsm8k, verify_math
+from cbexp.dataset import arithmetic
+from cbexp.dataset.arithmetic import build_questions, verify_answer
+from cbexp.dataset.verifiers import ANSWER_CHECKS, verify_gsm8k, verify_math
+from cbexp.errors import DatasetError
+
+# Verbs whose operands stand in the other order: "Add 5 to 12", "Take 5 away from 12", "Subtract 5 from 12".
+SWAPPED_WORDING = re.compile(r"(Add \d+ to|Take \d+ away|Subtract \d+ from)")
+MINUS_WORDS = {"minus", "away", "Subtract", "subtract", "less", "Decrease", "down"}
 
 
-def test_arithmetic():
-    """The rules are those of `cbexp.dataset.arithmetic`."""
-    assert verify_arithmetic("47+85: 7+5=12 4+8+1=13\n= 132", "132") is True
-    assert verify_arithmetic("= 132", "131") is False
+def read_terms(text: str) -> tuple[int, ...]:
+    """Read the signed operands back out of a question's words, independently of how they were written."""
+    words = re.findall(r"\w+", text)
+    operands = [int(word) for word in words if word.isdigit()]
+    if len(operands) == 2:
+        first, second = reversed(operands) if SWAPPED_WORDING.match(text) else operands
+        return first, -second if MINUS_WORDS & set(words) else second
+    terms, sign = [operands[0]], 1
+    for word in words[words.index(str(operands[0])) + 1 :]:
+        if word.isdigit():
+            terms.append(sign * int(word))
+            sign = 1
+        elif word in MINUS_WORDS:
+            sign = -1
+    return tuple(terms)
+
+
+def test_questions_follow_their_arguments_on_every_machine():
+    assert build_questions(50, 3, "heldout") != build_questions(50, 4, "heldout")
+    assert build_questions(80, 3, "train")[:50] == build_questions(50, 3, "train")
+    assert [question.text for question in build_questions(3, 0, "heldout")] == [
+        "How much is 81 plus 68 minus 44?",
+        "Increase 7 by 31.",
+        "What is 62 minus 1?",
+    ]
+
+
+def test_solutions_are_those_of_the_words_and_show_true_steps():
+    for question in [*build_questions(2000, 2, "train"), *build_questions(1000, 1, "heldout")]:
+        assert question.answer == sum(read_terms(question.text)), question
+        assert verify_answer(question.solution, question.answer), question
+        assert not verify_answer(question.solution, question.answer + 1), question
+        for step, result in re.findall(r"(?<!\S)(\d+(?:[+-]\d+)+)=(\d+)", question.solution):
+            terms = [int(term) for term in re.findall(r"[+-]?\d+", step)]
+            assert sum(terms) == int(result), question
 
 
 @pytest.mark.parametrize(
-    ("text", "answer", "expected"),
+    ("value", "sign", "operand", "line"),
     [
-        ("She has 5 + 2 = <<5+2=7>>7 eggs.\n#### 7", "7", True),
-        ("The total is 1,234 dollars.", "1234", True),
-        ("So 18.00", "18", True),
-        ("That is 18.", "18", True),
-        ("\\boxed{18} eggs, out of 20", "18", True),
-        ("#### 18\nThis took 3 steps.", "18", True),
-        ("It costs $-5", "-5", True),
-        ("pages 3-5", "5", True),
-        ("The answer is 17 of 18... no, 17", "18", False),
-        ("#### ", "18", False),
-        ("no number at all", "18", False),
+        (47, 1, 85, "47+85: 7+5=12 4+8+1=13"),
+        (4, 1, 5, "4+5: 4+5=9"),
+        (90, -1, 12, "90-12: 10-2=8 9-1-1=7"),
+        (12, -1, 90, "12-90: -(90-12) 10-2=8 9-1-1=7"),
+        (105, -1, 7, "105-7: 15-7=8 10-0-1=9 1-0-1=0"),
+        (-78, 1, 90, "-78+90: 90-78 10-8=2 9-7-1=1"),
+        (-78, 1, 45, "-78+45: -(78-45) 8-5=3 7-4=3"),
+        (-78, -1, 45, "-78-45: -(78+45) 8+5=13 7+4+1=12"),
+        (-45, 1, 45, "-45+45: 45-45 5-5=0 4-4=0"),
     ],
 )
-def test_gsm8k(text, answer, expected):
-    assert verify_gsm8k(text, answer) is expected
+def test_each_case_of_an_operation(value: int, sign: int, operand: int, line: str):
+    assert arithmetic._solve_operation(value, sign, operand) == line
+
+
+def test_questions_vary():
+    questions = build_questions(1000, 5, "heldout")
+    num_operands = Counter(len(read_terms(question.text)) for question in questions)
+    assert set(num_operands) == {2, 3} and min(num_operands.values()) > 400
+    wordings = Counter(
+        re.sub(r"\d+|\b(add|up|plus|subtract|take away|down|minus)\b", "_", q.text) for q in questions
+    )
+    assert len(wordings) == 14  # of 15: `What is _ plus _?` and `What is _ minus _?` count as one here
+    assert len({len(question.solution) for question in questions}) > 30
+    assert any(question.answer < 0 for question in questions)
+
+
+def test_splits_share_no_problem_in_any_order_or_wording():
+    trained = {tuple(sorted(read_terms(q.text))) for q in build_questions(5000, 0, "train")}
+    held_out = {tuple(sorted(read_terms(q.text))) for q in build_questions(5000, 1, "heldout")}
+    # A term of -0 reads as 0 here, so problems with a zero operand cannot be told apart by their terms.
+    assert {terms for terms in trained & held_out if 0 not in terms} == set()
+
+
+def test_held_out_share_and_distinct_questions(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(arithmetic, "NUM_OPERAND_VALUES", 6)
+    num_problems = 2 * 6**2 + 4 * 6**3
+    num_heldout = count_split("heldout")
+    num_train = count_split("train")
+    assert num_heldout + num_train == num_problems
+    assert 0.10 < num_heldout / num_problems < 0.20
+
+
+def count_split(split: arithmetic.Split) -> int:
+    """Count what a split holds, from the error for asking for more."""
+    with pytest.raises(DatasetError, match="9999 arithmetic questions") as raised:
+        build_questions(9999, 0, split)
+    num_questions = int(re.findall(r"holds (\d+)", str(raised.value))[0])
+    questions = build_questions(num_questions, 0, split)
+    assert len({question.solution for question in questions}) == num_questions
+    return num_questions
 
 
 @pytest.mark.parametrize(
-    ("text", "answer", "expected"),
+    ("text", "answer"),
     [
-        (r"The answer is \boxed{34}.", "34", True),
-        (r"Answer: $\frac{1}{2}$", "0.5", True),
-        (r"\boxed{\frac{2}{4}}", r"\frac{1}{2}", True),
-        ("so it is 34.", "34", True),
-        (r"\boxed{35}", "34", False),
-        (r"\boxed{", "34", False),
-        ("", "34", False),
+        ("47+85: 7+5=12 4+8+1=13\n= 132", 132),
+        ("= 132\n", 132),
+        ("steps\n= 132  ", 132),
+        ("12-90: -(90-12) 10-2=8 9-1-1=7\n= -78", -78),
     ],
 )
-def test_math(text, answer, expected):
-    assert verify_math(text, answer) is expected
+def test_right_answers(text: str, answer: int):
+    assert verify_answer(text, answer)
+    assert not verify_answer(text, -answer)
+
+
+WRONG = [
+    "",
+    "   \n",
+    "132",
+    "= 131",
+    "= 13",
+    "= 1322",
+    "= -132",
+    "= 132 or so",
+    "= 132\n= 7",
+    "= 132\n132-7:",
+]
+WRONG += ["47+85=132", "= 132.0", "= 1 32", "= ١٣٢", "= 132<|im_end|>", "= " + "1" * 5000]
+
+
+@pytest.mark.parametrize("text", WRONG, ids=lambda text: text[:20])
+def test_wrong_and_malformed_answers(text: str):
+    assert not verify_answer(text, 132)
+
+
+# Verifiers of other data sets
+
+
+@pytest.mark.parametrize(
+    ("verify", "text", "answer", "expected"),
+    [
+        (verify_gsm8k, "She has 5 + 2 = <<5+2=7>>7 eggs.\n#### 7", "7", True),
+        (verify_gsm8k, "The total is 1,234 dollars.", "1234", True),
+        (verify_gsm8k, "So 18.00", "18", True),
+        (verify_gsm8k, "That is 18.", "18", True),
+        (verify_gsm8k, "\\boxed{18} eggs, out of 20", "18", True),
+        (verify_gsm8k, "#### 18\nThis took 3 steps.", "18", True),
+        (verify_gsm8k, "It costs $-5", "-5", True),
+        (verify_gsm8k, "pages 3-5", "5", True),
+        (verify_gsm8k, "The answer is 17 of 18... no, 17", "18", False),
+        (verify_gsm8k, "no number at all", "18", False),
+        (verify_math, r"The answer is \boxed{34}.", "34", True),
+        (verify_math, r"Answer: $\frac{1}{2}$", "0.5", True),
+        (verify_math, r"\boxed{\frac{2}{4}}", r"\frac{1}{2}", True),
+        (verify_math, r"\boxed{35}", "34", False),
+        (verify_math, r"\boxed{9^{9^{9^{9^{9}}}}}", "3", False),  # it gives up
+    ],
+)
+def test_answers_in_words(verify, text, answer, expected):
+    assert verify(text, answer) is expected
 
 
 @pytest.mark.parametrize("name", ["arithmetic", "gsm8k", "math"])
@@ -61,10 +180,6 @@ def test_garbage_is_false_and_never_raises(name):
     garbage += ["".join(rng.choices(alphabet, k=60)) for _ in range(20)]
     for text in garbage:
         assert ANSWER_CHECKS[name].verify(text, "123456789") is False, text
-
-
-def test_math_gives_up_on_endless_expressions():
-    assert verify_math(r"\boxed{9^{9^{9^{9^{9}}}}}", "3") is False
 
 
 def test_math_works_off_the_main_thread():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 import pytest
@@ -14,7 +13,7 @@ from cbexp.report.page_charts import throughput_charts
 from cbexp.report.rows import format_row_numbers
 from cbexp.report.table import format_markdown
 from cbexp.report.workloads import find_workloads
-from tests.report.report_fixtures import load_one, write_json
+from tests.report.report_fixtures import load_one, words_of, write_json
 
 SHARED = ("model=qwen3_4b", "model.init=random", "experiment=rollout_32")
 
@@ -24,30 +23,26 @@ def labels_of(*folders):
     return [label_runs(runs)[run.folder] for run in runs]
 
 
-def test_labels_are_what_differs(make_run):
+def test_labels_are_what_differs_and_folders_where_that_is_nothing(make_run):
     one = make_run("1", ["model=tiny", "compile=eager", "tracking=disabled"])
     two = make_run("2", ["model=tiny", "compile=default", "tracking=offline"])
     three = make_run("3", ["model=tiny"])
     assert labels_of(one, two, three) == ["compile=eager", "compile=default", "defaults"]
     assert labels_of(one) == ["night"]  # the name of a single run
-
-
-def test_runs_with_the_same_words_are_told_apart_by_their_folders(make_run):
-    labels = labels_of(make_run("a/1", ["seed=1"]), make_run("b/1", ["seed=1"]), make_run("b/2", ["seed=2"]))
-    assert labels == ["seed=1 (a/1)", "seed=1 (b/1)", "seed=2"]
+    folders = make_run("a/1", ["seed=1"]), make_run("b/1", ["seed=1"]), make_run("b/2", ["seed=2"])
+    assert labels_of(*folders) == ["seed=1 (a/1)", "seed=1 (b/1)", "seed=2"]
 
 
 def test_labels_of_thousands_of_runs_are_all_different(make_run):
     """Comparing each run with each other would take minutes."""
     run = load_one(make_run("1"))
-    folders = [run.folder / str(index % 2500) / str(index) for index in range(5000)]
-    overrides = [("model=tiny", f"seed={index % 2500}") for index in range(5000)]
     runs = [
-        replace(run, folder=folder, overrides=own) for folder, own in zip(folders, overrides, strict=True)
+        replace(run, folder=run.folder / str(i % 2500) / str(i), overrides=("model=tiny", f"seed={i % 2500}"))
+        for i in range(5000)
     ]
     labels = label_runs(runs)
     assert len(set(labels.values())) == 5000
-    assert labels[folders[7]] == "seed=7 (7)"
+    assert labels[runs[7].folder] == "seed=7 (7)"
 
 
 def test_short_labels_leave_out_groups_where_that_stays_clear():
@@ -71,69 +66,73 @@ def checkout(make_run, tmp_path):
         started_at = f"2026-11-{day}T00:00:00+00:00"
         write_json(path / "status.json", {"status": "completed", "started_at": started_at})
 
-    for index, mode in enumerate(("eager", "default", "cuda_graph")):
-        walls_s = (0.1 + index / 10,) * 3
-        make(f"reference/card/{mode}", 30, [*SHARED, f"compile={mode}"], "r", walls_s=walls_s)
+    for mode, wall_s in {"eager": 0.1, "default": 0.2, "cuda_graph": 0.3}.items():
+        make(f"reference/card/{mode}", 30, [*SHARED, f"compile={mode}"], "r", walls_s=(wall_s,) * 3)
     for seed in (1, 2):
-        make(f"old/{seed}", 10, [f"seed={seed}", "num_rounds=5"], "o")
-        make(f"new/{seed}", 20, [f"seed={seed}", "num_rounds=3"], "n")
-    make("lone", 15, ["dataset.num_prompts=8"], "l", name="lone")
+        walls_s = (float(seed),) * seed
+        make(f"old/{seed}", 10, [f"seed={seed}", "num_rounds=5"], "o", walls_s=walls_s, num_generations=8)
+        make(f"new/{seed}", 20, [f"seed={seed}", "num_rounds=3"], "n", walls_s=walls_s)
+    make("lone", 15, ["dataset.num_prompts=8"], "l", name="lone", is_fixed_length=False)
     make_run("outputs/bad", ["compile=nonsense"], status="failed", message="no")
     return tmp_path / "outputs"
 
 
+TABLE = """\
+ #   workload   cell                    status      output tok/s   spread            ratio     memory   roofline   accuracy
+ ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+ 1   A          seed=1                  completed            100        -            2.00x   1.50 GiB      50.0%          -
+ 2   A          seed=2                  completed             50    ±0.0%            1.00x   1.50 GiB      50.0%          -
+ 3   B          dataset.num_prompts=8   completed             83   ±17.1%   other workload   1.50 GiB      50.0%          -
+ 4   C          seed=1                  completed            100        -            2.00x   1.50 GiB      50.0%          -
+ 5   C          seed=2                  completed             50    ±0.0%            1.00x   1.50 GiB      50.0%          -
+ 6   D          compile=eager           completed          1,000    ±0.0%            3.00x   1.50 GiB      50.0%          -
+ 7   D          compile=default         completed            500    ±0.0%            1.50x   1.50 GiB      50.0%          -
+ 8   D          compile=cuda_graph      completed            333    ±0.0%            1.00x   1.50 GiB      50.0%          -
+ 9   -          compile=nonsense        failed                 -        -                -          -          -          -
+
+#1 makes 2.00x what #2 does; too few rounds to tell how sure that is
+#4 makes 2.00x what #5 does; too few rounds to tell how sure that is
+#6 is ahead of #7 beyond the noise: 2.00x (2.00 to 2.00)
+4 different workloads (prompts, limits, sampling): a ratio is to the slowest run of the same workload, #2, #5, #8
+workload A: tiny, synthetic, 4 prompts, exactly 25 new tokens: num_rounds=3
+workload B: tiny, synthetic, 4 prompts, up to 25 new tokens
+workload C: tiny, synthetic, 4 prompts, 8 completions each, exactly 25 new tokens: num_rounds=5
+workload D: tiny, synthetic, 4 prompts, exactly 25 new tokens: model=qwen3_4b model.init=random experiment=rollout_32
+3 of 9 runs are from outputs/reference, which came with the checkout
+"""  # noqa: E501
+CARDS = """\
+Workload A tiny, synthetic, 4 prompts, exactly 25 new tokens; all with num_rounds=3 \
+Fastest of 2 configurations seed=1 100 output tokens/s one round, so that no spread is known \
+? 2.00x the runner-up; too few rounds to tell how sure that is. \
+to baseline2.00x peak memory1.50 GiB of memory roofline50.0%same output as baseline100.0%"""
+
+
 def test_own_workloads_come_newest_first_and_the_references_last(checkout, make_run):
     runs = load_runs([checkout])
-    rows = run_rows(runs)
-    hashes = [row["workload_hash"][0] for row in rows if row["workload_hash"]]
-    assert "".join(hashes) == "nnloorrr"
-    assert rows[-1]["status"] == "failed"
-    rates = [row["output_tokens_per_s"] for row in rows[5:8]]
-    assert rates == sorted(rates, reverse=True)
-    workloads = find_workloads(rows, runs)
-    assert [workload.letter for workload in workloads] == ["A", "B", "C", "D"]
-    assert [workload.lead is None for workload in workloads] == [
-        False,
-        True,
-        False,
-        False,
-    ]  # a lone run has won nothing
+    assert format_table(runs).splitlines() == TABLE.splitlines()
+    page = build_page(runs)
+    assert words_of(page[page.index("<main>") :]).startswith(CARDS)
+    assert page.count('<span class="none">other workload</span>') == 1
+    sentence = TABLE.splitlines()[-1]
+    assert sentence in page and sentence.replace("_", r"\_") in format_markdown(runs)
+    reference_alone = format_table(load_runs([checkout / "reference"]))
+    assert "are from" not in reference_alone and " workload " not in reference_alone
     again = make_run("outputs/again", [*SHARED, "compile=eager"], workload_hash="r" * 64)
     write_json(again / "status.json", {"status": "completed", "started_at": "2026-11-25T00:00:00+00:00"})
-    assert run_rows(load_runs([checkout]))[0]["workload_hash"][0] == "r", (
-        "now it has a run of the reader's own"
-    )
+    assert run_rows(load_runs([checkout]))[0]["workload_hash"][0] == "r", "it has a run of the reader's own"
 
 
-def test_references_are_counted_where_not_all_are(checkout):
-    sentence = "3 of 9 runs are from outputs/reference"
-    runs = load_runs([checkout])
-    assert all(sentence in form(runs) for form in (format_table, format_markdown, build_page))
-    assert "are from" not in format_table(load_runs([checkout / "reference"]))
+def test_workloads_that_share_no_baseline_have_no_ratio_between_them(make_run):
+    runs = load_runs([make_run(name, [f"seed={name}"], workload_hash=name * 64) for name in "12"])
+    assert "no ratio stands between them" in format_table(runs)
 
 
-def test_labels_omit_what_a_workload_shares_and_a_line_has_it(checkout):
+def test_a_workloads_chart_has_the_labels_that_tell_its_runs_apart(checkout):
     runs = load_runs([checkout])
     rows = run_rows(runs)
-    labels = {row["label_in_work"] for row in rows}
-    assert {"compile=eager", "seed=1", "dataset.num_prompts=8", "compile=nonsense"} <= labels
-    assert not any("rollout_32" in label for label in labels)
-    table = format_table(runs)
-    assert f"tiny, synthetic, 4 prompts, exactly 25 new tokens: {' '.join(SHARED)}" in table
-    assert re.search(r"1 +A +seed=1", table)
-    assert " workload " not in format_table(load_runs([checkout / "old"]))  # one needs no column
     workload = find_workloads(rows, runs)[-1]
     ticks = throughput_charts([workload], rows)[workload.letter].figure["layout"]["yaxis"]["ticktext"]
     assert "compile=eager" in ticks
-
-
-def test_one_round_has_no_spread(make_run):
-    runs = load_runs([make_run("1", ["seed=1"], walls_s=(1.0,)), make_run("2", ["seed=2"])])
-    spreads = {row["label"]: row["relative_half_range"] for row in run_rows(runs)}
-    assert (spreads["seed=1"], spreads["seed=2"] is None) == (None, False)
-    page = build_page(runs)
-    assert "±0.0%" not in page + format_table(runs)
-    assert "one round, so that no spread is known" in page
 
 
 @pytest.mark.parametrize(("num_names", "title"), [(3, "a + b + c"), (4, "4 experiments")])

@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,25 +16,39 @@ import wandb
 
 from cbexp import metrics
 from cbexp.config import SweepInfo, TrackingConfig
+from cbexp.engine import StepInfo
 from cbexp.errors import ConfigError, NotApplicableError
 from cbexp.tracking import compute_objective, start_tracking
 from tests.tracking.wandb_fixtures import (
     KEY,
     REPOSITORY,
     a_round,
-    a_step,
     a_summary,
     clean_machine,
+    make_cell,
+    make_sweep,
     read_back,
     read_so_far,
-    run_script,
     start,
 )
 
 CONFIG = {"model": {"name": "tiny", "dtype": None}, "sampling": {"eos_token_ids": [1, 2]}, "seed": 3}
 SUMMARY = a_summary(wall_s={"median": 1.5}, wall_times_s=[1.0, 2.0], accuracy=None)
 ROUNDS = [a_round(0, is_warmup=True), a_round(1), a_round(2)]
-STEPS = [a_step("prefill", 1, 4.0), a_step("decode", 3, 3.0), a_step("decode", 1, 2.0)]
+STEPS = [
+    StepInfo(kind, num_steps, 1, num_steps, 0, None, 0.0, duration_s, 0, 0, 0.5)
+    for kind, num_steps, duration_s in (("prefill", 1, 4.0), ("decode", 3, 3.0), ("decode", 1, 2.0))
+]
+COMPLETIONS = [
+    {
+        "round_index": 0,
+        "request_id": f"req_{i}",
+        "finish_reason": "eos",
+        "verdict": None,
+        "text": f"secret {i}",
+    }
+    for i in range(5)
+]
 
 
 @pytest.fixture(scope="module")
@@ -44,12 +57,14 @@ def logged(tmp_path_factory) -> SimpleNamespace:
     launch = tmp_path_factory.mktemp("launch")
     with clean_machine(tmp_path_factory.mktemp("machine")) as patch:
         patch.chdir(launch)
-        config = TrackingConfig(mode="offline", project="my-project", entity="team", tags=["a", "b"])
+        options = {"tags": ["a", "b"], "log_completions": True, "max_logged_completions": 2}
+        config = TrackingConfig(mode="offline", project="my-project", entity="team", **options)
         sweep = SweepInfo("sweep-1", 2, 0)
         with start_tracking(config, "seed=3,compile=eager", sweep, CONFIG, Path("run")) as tracker:
             tracker.log_resolved({"compile_mode": "eager"})
             for record in ROUNDS:
                 tracker.log_round(record, STEPS)
+            tracker.log_completions([row | {"prompt_ids": [2]} for row in COMPLETIONS])
             tracker.log_summary(SUMMARY)
         return SimpleNamespace(launch=launch, tracker=tracker, found=read_back(launch / "run"))
 
@@ -61,10 +76,11 @@ def test_run_has_its_names_and_its_configuration(logged):
     assert (run.display_name, list(run.tags)) == ("seed=3,compile=eager", ["a", "b"])
     assert logged.found.config == CONFIG | {"resolved": {"compile_mode": "eager"}}
     assert logged.found.exit_code == 0
+    assert {"proc.memory.rssMB", "memory_percent"} <= logged.found.system_metrics
 
 
 def test_every_number_of_a_round_is_logged_against_it(logged):
-    rows = [row for row in logged.found.history if "objective" not in row]
+    rows = [row for row in logged.found.history if "wall_s" in row or "warmup/wall_s" in row]
     for row, record, prefix in zip(rows, ROUNDS, ("warmup/", "", ""), strict=True):
         numbers = metrics.flatten_numbers(record.to_dict())
         expected = {f"{prefix}{name}": value for name, value in numbers.items()}
@@ -98,8 +114,7 @@ def test_summary_is_the_runs_and_not_the_last_rounds(logged):
 
 
 def test_summary_and_configuration_are_an_artifact_whose_files_lie_in_the_run_folder(logged):
-    (artifact,) = logged.found.artifacts
-    assert artifact.type == "records"
+    (artifact,) = [artifact for artifact in logged.found.artifacts if artifact.type == "records"]
     paths = {entry.path: Path(entry.local_path) for entry in artifact.manifest.contents}
     assert set(paths) == {"summary.json", "config.json"}
     assert json.loads(paths["summary.json"].read_text()) == SUMMARY
@@ -107,10 +122,6 @@ def test_summary_and_configuration_are_an_artifact_whose_files_lie_in_the_run_fo
     folder = logged.launch / "run"
     assert list(folder.rglob("summary.json")) == [], "a report would take it for a second run"
     assert all(path.is_absolute() and path.is_relative_to(folder / "wandb") for path in paths.values())
-
-
-def test_system_metrics_are_there_from_the_first_second(logged):
-    assert {"proc.memory.rssMB", "memory_percent"} <= logged.found.system_metrics
 
 
 def test_offline_says_how_to_upload_it_from_the_launch_folder_which_stays_clean(logged):
@@ -122,24 +133,29 @@ def test_offline_says_how_to_upload_it_from_the_launch_folder_which_stays_clean(
     assert [path.name for path in logged.launch.iterdir()] == ["run"]
 
 
-def test_jobs_at_the_same_time_do_not_share_a_run(tmp_path):
+def test_completions_are_logged_up_to_the_limit_when_asked_for(logged):
+    tables = logged.launch.glob("run/wandb/offline-run-*/files/media/table/*.json")
+    (table,) = [json.loads(path.read_text()) for path in tables]
+    assert [dict(zip(table["columns"], row, strict=True)) for row in table["data"]] == COMPLETIONS[:2]
+
+
+def test_jobs_at_the_same_time_do_not_share_a_run_and_print_nothing(tmp_path, capfd):
+    """Names are cut to what W&B takes; completions stay private unless asked for."""
     folders = [tmp_path / "first", tmp_path / "second"]
     for folder in folders:
         folder.mkdir()
-    with start(folders[0]) as one, start(folders[1]) as other:
+    config, sweep = TrackingConfig(mode="offline"), SweepInfo("g" * 300, 1, 0)
+    with start_tracking(config, "x" * 300, sweep, {}, folders[0]) as one, start(folders[1]) as other:
         one.log_round(a_round(0), [])
         other.log_round(a_round(1), [])
-    found = [read_back(folder) for folder in folders]
-    assert len({one.run.run_id for one in found}) == 2
-    assert [[row["round"] for row in one.history] for one in found] == [[0], [1]]
-
-
-def test_long_names_are_cut_to_what_wandb_takes(run_dir):
-    config, sweep = TrackingConfig(mode="offline"), SweepInfo("g" * 300, 1, 0)
-    start_tracking(config, "x" * 300, sweep, {}, run_dir).finish(0)
-    run = read_back(run_dir).run
-    assert len(run.display_name) == len(run.run_group) == 128
-    assert run.display_name.endswith("x…")
+        one.log_completions(COMPLETIONS)
+    first, second = (read_back(folder) for folder in folders)
+    assert first.run.run_id != second.run.run_id
+    assert [[row["round"] for row in found.history] for found in (first, second)] == [[0], [1]]
+    assert len(first.run.display_name) == len(first.run.run_group) == 128
+    assert first.run.display_name.endswith("x…")
+    assert not any(b"secret" in path.read_bytes() for path in folders[0].rglob("*") if path.is_file())
+    assert capfd.readouterr() == ("", "")
 
 
 # The objective of a search
@@ -163,48 +179,10 @@ def test_objective_is_throughput_within_the_memory_limit(peaks, limit, objective
     assert compute_objective(summary, limit) == objective
 
 
-def test_objective_of_a_run_heeds_the_configured_limit(run_dir):
-    with start(run_dir, max_memory_gib=1.0) as tracker:
-        tracker.log_summary(a_summary())
-    assert read_back(run_dir).summary["objective"] == 0.0
-
-
-@pytest.mark.parametrize("limit", [0.0, -1.0, float("nan")])
+@pytest.mark.parametrize("limit", [0.0, float("nan")])
 def test_memory_limit_that_nothing_can_keep_is_refused(limit):
     with pytest.raises(ConfigError, match=r"tracking.max_memory_gib=.* must be a number above 0"):
         TrackingConfig(max_memory_gib=limit)
-
-
-# Completions
-
-
-def completion_rows(number: int) -> list[dict]:
-    row = {"round_index": 0, "finish_reason": "eos", "completion_ids": [1], "prompt_ids": [2]}
-    return [
-        row | {"request_id": f"req_{i}", "verdict": None if i else True, "text": f"confidential {i}"}
-        for i in range(number)
-    ]
-
-
-def test_completions_are_logged_up_to_the_limit_when_asked_for(run_dir):
-    with start(run_dir, log_completions=True, max_logged_completions=2) as tracker:
-        tracker.log_completions(completion_rows(5))
-    assert tracker.warnings == []
-    (path,) = run_dir.glob("wandb/offline-run-*/files/media/table/*.json")
-    table = json.loads(path.read_text())
-    assert table["columns"] == ["round_index", "request_id", "finish_reason", "verdict", "text"]
-    assert table["data"] == [
-        [0, "req_0", "eos", True, "confidential 0"],
-        [0, "req_1", "eos", None, "confidential 1"],
-    ]
-
-
-def test_completions_stay_private_by_default(run_dir):
-    with start(run_dir) as tracker:
-        tracker.log_completions(completion_rows(1))
-    contents = [path.read_bytes() for path in run_dir.rglob("*") if path.is_file()]
-    assert contents
-    assert not any(b"confidential" in content for content in contents)
 
 
 # What breaks
@@ -230,14 +208,9 @@ def test_run_of_a_job_that_ends_badly_says_how_and_is_worth_nothing(run_dir, err
     assert logged == ([] if objective is None else [objective])
 
 
-def test_exit_code_is_the_first_one_given(run_dir):
-    with start(run_dir) as tracker:
-        tracker.finish(exit_code=3)
-    assert read_back(run_dir).exit_code == 3
-
-
 def test_failures_of_wandb_are_counted_and_end_nothing(run_dir, monkeypatch):
-    with start(run_dir) as tracker:
+    with start(run_dir, max_memory_gib=1.0) as tracker:
+        tracker.log_summary(a_summary())
 
         def fail(*_arguments: object) -> None:
             raise RuntimeError("broken pipe")
@@ -245,36 +218,26 @@ def test_failures_of_wandb_are_counted_and_end_nothing(run_dir, monkeypatch):
         monkeypatch.setattr(wandb.Run, "log", fail)
         tracker.log_round(a_round(0), [])
         tracker.log_round(a_round(1), [])
+        tracker.finish(exit_code=3)  # the first one given
     assert tracker.warnings == ["W&B: logging a round failed (RuntimeError: broken pipe) (2 times)"]
-    assert read_back(run_dir).exit_code == 0
-
-
-def test_wandb_that_cannot_start_at_all_leaves_the_job_alone(run_dir, monkeypatch):
-    def fail(**_options: object) -> None:
-        raise OSError("no space left")
-
-    monkeypatch.setattr(wandb, "init", fail)
-    with start(run_dir) as tracker:
-        tracker.log_round(a_round(0), [])
-    assert tracker.description == "W&B off"
-    assert tracker.warnings == ["W&B could not start offline: no space left"]
+    found = read_back(run_dir)
+    assert (found.exit_code, found.summary["objective"]) == (3, 0.0)  # it needs more than 1 GiB
 
 
 LOGGING_SCRIPT = """
-    import sys
-    from pathlib import Path
-    from cbexp.config import TrackingConfig
-    from cbexp.tracking import start_tracking
-    from tests.tracking.wandb_fixtures import a_round
-    tracker = start_tracking(TrackingConfig(mode="offline"), "name", None, {"seed": 1}, Path(sys.argv[1]))
-    for index in range(5):
-        tracker.log_round(a_round(index), [])
+import sys
+from pathlib import Path
+from tests.tracking.wandb_fixtures import a_round, start
+tracker = start(Path(sys.argv[1]))
+for index in range(5):
+    tracker.log_round(a_round(index), [])
+sys.stdin.read()
 """
 
 
 def test_rounds_are_on_disk_before_a_process_that_is_killed_ends(run_dir):
     """Killed together with wandb's own process, as a machine that goes down would."""
-    command = [sys.executable, "-c", textwrap.dedent(LOGGING_SCRIPT + "    sys.stdin.read()\n"), run_dir]
+    command = [sys.executable, "-c", LOGGING_SCRIPT, run_dir]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, cwd=REPOSITORY)
     try:
         while not list(run_dir.glob("wandb/offline-run-*/*.wandb")) or len(read_so_far(run_dir).history) < 5:
@@ -288,11 +251,6 @@ def test_rounds_are_on_disk_before_a_process_that_is_killed_ends(run_dir):
     assert [row["round"] for row in found.history] == [0, 1, 2, 3, 4]
     assert found.config == {"seed": 1}
     assert found.exit_code is None
-
-
-def test_wandb_prints_nothing(run_dir):
-    done = run_script(LOGGING_SCRIPT + "    tracker.finish(0)\n", run_dir)
-    assert (done.stdout, done.stderr) == ("", "")
 
 
 # Online
@@ -328,3 +286,45 @@ def test_server_lost_in_the_middle_loses_no_round(run_dir, server, monkeypatch):
     assert [row["round"] for row in found.history if "wall_s" in row] == [0, 1]
     assert found.summary["decode_tps"] == found.summary["objective"] == 1.0
     assert {"records/run-summary.json", "records/run-config.json"} <= found.saved_files
+
+
+def sync(*paths: Path | str) -> None:
+    """Run `wandb sync` for real."""
+    command = [Path(sys.executable).parent / "wandb", "sync", *paths]
+    subprocess.run(command, capture_output=True, timeout=600, check=True)
+
+
+def rounds_that_arrived(server) -> list[int]:
+    (rows,) = map(server.rows, server.history)
+    assert [row["_step"] for row in rows] == list(range(len(rows)))
+    return [row["round"] for row in rows if "wall_s" in row]
+
+
+def test_offline_run_arrives_whole_and_in_order(run_dir, server):
+    with start(run_dir) as tracker:
+        for index in range(20):
+            tracker.log_round(a_round(index), [])
+        tracker.log_summary(a_summary())
+    wandb.teardown()
+    sync(tracker.description.split("upload with: wandb sync ")[1])
+    assert rounds_that_arrived(server) == list(range(20))
+    (run_id,) = server.history
+    assert server.rows(run_id)[-1]["objective"] == 100.0
+    upsert = server.runs[run_id][0]
+    assert (json.loads(upsert["config"])["seed"]["value"], upsert["displayName"]) == (1, "seed=1")
+    assert server.exit_codes == {run_id: 0}
+    assert [artifact["artifactTypeName"] for artifact in server.artifacts] == ["records"]
+
+
+@pytest.mark.slow
+def test_attempts_of_a_resumed_cell_are_one_run_in_order(tmp_path, server):
+    """The second attempt knows nothing of the first; W&B puts one behind the other, by their time."""
+    sweep_folder, config = make_sweep(tmp_path / "sweep"), TrackingConfig(mode="offline")
+    for attempt, num_rounds in (("0_seed=1", 2), ("0_seed=1.again", 3)):
+        folder = make_cell(sweep_folder, 0, attempt)
+        with start_tracking(config, "seed=1", SweepInfo("group", 1, 0), {}, folder) as tracker:
+            for index in range(num_rounds):
+                tracker.log_round(a_round(index), [])
+        wandb.teardown()
+    sync(*sorted(sweep_folder.glob("*/wandb/offline-run-*"), reverse=True))
+    assert rounds_that_arrived(server) == [0, 1, 0, 1, 2]

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +15,7 @@ from cbexp.cli.composer import parse_arguments, register_job_folder
 from cbexp.cli.preflight import check_command
 from cbexp.config import ExperimentConfig, TrackingConfig, register_schema
 from cbexp.tracking import OBJECTIVE
-from tests.tracking.wandb_fixtures import PROJECT, REPOSITORY, read_back
+from tests.tracking.wandb_fixtures import REPOSITORY, read_back
 
 SWEEP = yaml.safe_load((REPOSITORY / "scripts" / "wandb_sweep.yaml").read_text())
 VALUES = {name: parameter["values"] for name, parameter in SWEEP["parameters"].items()}
@@ -74,31 +71,22 @@ def test_what_an_agent_tries_composes_to_just_that(agent, chosen):
 
 def test_search_is_for_the_objective_under_a_memory_limit(agent):
     assert SWEEP["method"] == "bayes"
+    # wandb adds them to a run's configuration by these names: a group's name would take the place of the group.
+    assert all("." in name for name in VALUES)
     assert SWEEP["metric"] == {"name": OBJECTIVE, "goal": "maximize"}
     tracking = compose(agent(each_value()[0])[0]).tracking
     assert tracking.max_memory_gib == 40
     assert (tracking.mode, tracking.project) == ("online", TrackingConfig().project)
 
 
-def test_parameters_hide_no_setting_in_the_configuration_of_a_run():
-    """wandb adds them to it by their names: `compile: eager` would take the place of the whole group."""
-    assert all("." in name for name in VALUES)
-
-
-SMALL = ("experiment=smoke", "model=tiny", "hydra.run.dir=run")
-
-
-def shrink(words: list[str], *overrides: str) -> list[str]:
-    """The words of the sweep's command, made small enough for this machine."""
-    replaced = {text.split("=")[0] for text in (*SMALL, *overrides)} | {"model.init", "num_rounds"}
-    return [word for word in words if word.split("=")[0] not in replaced] + [*SMALL, *overrides]
-
-
 @pytest.mark.slow
 def test_what_does_not_fit_is_worth_nothing(agent, tmp_path):
     """It ends before anything runs, as the agent's run."""
     command, environment = agent({"compile.mode": "eager", "compile.fusion": "none"})
-    words = shrink(command[3:], "tracking=offline", "cache.num_tokens=100000000000")
+    small = ("experiment=smoke", "model=tiny", "hydra.run.dir=run", "tracking=offline")
+    small += ("cache.num_tokens=100000000000",)
+    replaced = {word.split("=")[0] for word in small} | {"model.init", "num_rounds"}
+    words = [word for word in command[3:] if word.split("=")[0] not in replaced] + [*small]
     environment = {name: value for name, value in environment.items() if value}
     environment["PYTHONPATH"] = str(REPOSITORY)
     done = subprocess.run([sys.executable, "-m", *words], cwd=tmp_path, env=environment, capture_output=True)
@@ -108,57 +96,3 @@ def test_what_does_not_fit_is_worth_nothing(agent, tmp_path):
     assert [row["objective"] for row in found.history if "objective" in row] == [0.0]
     assert found.summary["objective"] == 0.0
     assert found.config["compile.mode"] == found.config["compile"]["mode"] == "eager"
-
-
-# wandb's own command line, sweep to agent to job, against a server on this machine
-
-AGENT_SCRIPT = """
-import wandb.wandb_agent
-wandb.wandb_agent.Agent.POLL_INTERVAL = 0.2  # seconds
-wandb.wandb_agent.agent("team/cbexp/sweep7", count=1)
-"""
-
-
-def upsert_sweep(server, variables: dict) -> dict:
-    server.sweep = yaml.safe_load(variables["config"])
-    return {"upsertSweep": {"sweep": {"name": "sweep7", "project": PROJECT}, "configValidationWarnings": []}}
-
-
-def find_sweep(server, _variables: dict) -> dict:
-    config = server.sweep | {"command": [*shrink(server.sweep["command"]), "compile.fusion=none"]}
-    sweep = {"id": "s", "name": "sweep7", "config": yaml.safe_dump(config), "runs": {"edges": []}}
-    return {"project": {"sweep": sweep}}
-
-
-def beat(server, _variables: dict) -> dict:
-    arguments = {"compile.mode": {"value": "eager"}, "cache.num_tokens": {"value": 32768}}
-    command = {"id": "1", "type": "run", "run_id": "agentrun", "program": "cbexp", "args": arguments}
-    commands, server.commands = [] if server.commands else [command], [command]
-    return {"agentHeartbeat": {"agent": {"id": "agent"}, "commands": json.dumps(commands)}}
-
-
-@pytest.mark.slow
-def test_sweep_and_agent_of_wandb_run_a_job_whose_objective_arrives(server, tmp_path):
-    server.commands = []
-    server.answers |= {
-        "mutation UpsertSweep": upsert_sweep,
-        "query SweepWithRuns": find_sweep,
-        "mutation CreateAgent": lambda *_: {"createAgent": {"agent": {"id": "agent"}}},
-        "mutation Heartbeat": beat,
-    }
-    bin_folder = Path(sys.executable).parent
-    path = f"{bin_folder}{os.pathsep}{os.environ['PATH']}"
-    options = {"cwd": tmp_path, "env": os.environ | {"PATH": path, "PYTHONPATH": str(REPOSITORY)}}
-    options |= {"capture_output": True, "text": True, "timeout": 600, "check": True}
-    file = REPOSITORY / "scripts" / "wandb_sweep.yaml"
-    made = subprocess.run(
-        [bin_folder / "wandb", "sweep", "--project", "cbexp", "-e", "team", file], **options
-    )
-    assert "wandb agent team/cbexp/sweep7" in made.stderr
-    assert server.sweep == SWEEP
-    agent = subprocess.run([sys.executable, "-c", AGENT_SCRIPT], **options)
-    assert set(server.history) == {"agentrun"}, agent.stderr
-    (objective,) = [row["objective"] for row in server.rows("agentrun") if "objective" in row]
-    assert objective > 0
-    assert server.exit_codes == {"agentrun": 0}
-    assert json.loads(server.runs["agentrun"][0]["config"])["compile"]["value"]["mode"] == "eager"

@@ -21,7 +21,6 @@ from wandb.proto import wandb_internal_pb2
 
 from cbexp import metrics
 from cbexp.config import TrackingConfig
-from cbexp.engine import StepInfo
 from cbexp.metrics import RoundRecord
 from cbexp.tracking import Tracker, start_tracking
 
@@ -51,18 +50,13 @@ def lose_server(patch: pytest.MonkeyPatch) -> None:
     wandb.teardown()
 
 
-def run_script(script: str, *arguments: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=True, cwd=REPOSITORY)
+def run_script(script: str) -> None:
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], timeout=600, check=True, cwd=REPOSITORY)
 
 
 def a_round(index: int, is_warmup: bool = False) -> RoundRecord:
     requests = [metrics.RequestRecord(index, "r", "eos", 3, 4, 4, 0.5, 1.0, 1 / 3, 2.0, True, "d", None)]
     return metrics.summarize_round(index, is_warmup, 0.0, 1.0 + index / 7, requests, [], None)
-
-
-def a_step(kind: str = "decode", num_steps: int = 1, duration_s: float = 1.0) -> StepInfo:
-    return StepInfo(kind, num_steps, 1, num_steps, 0, None, 0.0, duration_s, 0, 0, 0.5)
 
 
 def a_summary(**values: object) -> dict:
@@ -71,6 +65,20 @@ def a_summary(**values: object) -> dict:
 
 def start(run_dir: Path, mode: str = "offline", **options: object) -> Tracker:
     return start_tracking(TrackingConfig(mode=mode, **options), "seed=1", None, {"seed": 1}, run_dir)
+
+
+def make_sweep(folder: Path) -> Path:
+    folder.mkdir()
+    record = {"format": 1, "name": "modes", "created_at": "2026-01-02T03:04:05+00:00", "cells": []}
+    (folder / "sweep.json").write_text(json.dumps(record))
+    return folder
+
+
+def make_cell(sweep_folder: Path, index: int, name: str | None = None) -> Path:
+    folder = sweep_folder / (name or f"{index}_seed={index}")
+    folder.mkdir(parents=True)
+    (folder / "cell.json").write_text(json.dumps({"index": index, "cell_hash": f"hash{index}"}))
+    return folder
 
 
 @dataclass
@@ -159,15 +167,9 @@ class FakeServer(http.server.ThreadingHTTPServer):
         self.runs: dict[str, list[dict]] = {}
         self.artifacts: list[dict] = []
         self.exit_codes: dict[str, int] = {}
-        self.views: list[dict] = []
-        self.answers = dict(ANSWERS)
         super().__init__(("127.0.0.1", 0), FakeHandler)
         self.thread = threading.Thread(target=self.serve_forever, daemon=True)
         self.thread.start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
 
     def stop(self) -> None:
         self.shutdown()
@@ -208,7 +210,7 @@ class FakeHandler(http.server.BaseHTTPRequestHandler):
             return {}
         request = json.loads(body)
         variables = request.get("variables") or {}
-        for operation, answer in self.server.answers.items():
+        for operation, answer in ANSWERS.items():
             if operation in request.get("query", ""):
                 return {"data": answer(self.server, variables)}
         return {"data": {}}
@@ -229,18 +231,11 @@ def _upsert_run(server: FakeServer, variables: dict) -> dict:
 
 def _resume_status(server: FakeServer, variables: dict) -> dict:
     lines = server.history.get(variables["name"])
-    if lines is None:
-        return {"model": {"id": "p", "name": "project", "entity": PROJECT["entity"], "bucket": None}}
-    bucket = {
-        "id": "x",
-        "name": variables["name"],
-        "displayName": "n",
-        "config": "{}",
-        "summaryMetrics": "{}",
-    }
-    bucket |= {"logLineCount": 0, "eventsLineCount": 0, "historyLineCount": len(lines), "tags": []}
-    bucket |= {"historyTail": json.dumps(lines[-1:]), "eventsTail": "[]", "wandbConfig": '{"t": 1}'}
-    return {"model": {"id": "p", "name": "project", "entity": PROJECT["entity"], "bucket": bucket}}
+    bucket = {"id": "x", "name": variables["name"], "displayName": "n", "config": "{}"}
+    bucket |= {"summaryMetrics": "{}", "logLineCount": 0, "eventsLineCount": 0, "tags": []}
+    bucket |= {"historyLineCount": len(lines or []), "historyTail": json.dumps((lines or [])[-1:])}
+    bucket |= {"eventsTail": "[]", "wandbConfig": '{"t": 1}'}
+    return {"model": PROJECT | {"bucket": None if lines is None else bucket}}
 
 
 def _create_artifact(server: FakeServer, variables: dict) -> dict:
