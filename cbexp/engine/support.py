@@ -7,7 +7,7 @@ import re
 import subprocess
 from typing import TYPE_CHECKING, Any
 
-from cbexp.engine.types import UnsupportedModelError, UnsupportedTransformersError
+from cbexp.engine.types import EngineError, UnsupportedModelError, UnsupportedTransformersError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -150,7 +150,17 @@ def _is_composite(config: PreTrainedConfig) -> bool:
         return True
 
 
-def find_cpp_compiler_problem() -> str | None:
+def require_cpp_compiler(mode: str) -> None:
+    """Raise `EngineError` where torch.compile finds no C++ compiler, without which it makes no code for a CPU."""
+    problem = _find_cpp_compiler_problem()
+    if problem is not None:
+        raise EngineError(
+            f"compile_mode={mode!r} compiles C++ for the CPU, and {problem}: install g++ or name one in the "
+            "environment variable CXX, or use 'eager'."
+        )
+
+
+def _find_cpp_compiler_problem() -> str | None:
     """What is wrong with the C++ compiler that torch.compile would take, as half a sentence; None: it compiles C++."""
     from torch._inductor.cpp_builder import get_cpp_compiler  # late: it takes seconds
     from torch._inductor.exc import InvalidCxxCompiler

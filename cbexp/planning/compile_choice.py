@@ -6,7 +6,7 @@ import torch
 
 from cbexp.config import ExperimentConfig, name_settings
 from cbexp.engine.settings import check_device
-from cbexp.engine.support import find_cpp_compiler_problem
+from cbexp.engine.support import require_cpp_compiler
 from cbexp.engine.types import COMPILE_MODES, EngineError
 from cbexp.errors import ConfigError, NotApplicableError
 from cbexp.model.attention_choice import AttentionChoice
@@ -31,14 +31,8 @@ def choose_compile_mode(config: ExperimentConfig, attention: AttentionChoice, de
     except EngineError as error:
         raise ConfigError(str(error)) from error
     if device.type == "cpu" and not kind.own_process and COMPILE_MODES[mode].torch_mode is not None:
-        _require_cpp_compiler(mode)
+        try:
+            require_cpp_compiler(mode)
+        except EngineError as error:
+            raise NotApplicableError(name_settings(str(error))) from error
     return mode
-
-
-def _require_cpp_compiler(mode: str) -> None:
-    problem = find_cpp_compiler_problem()
-    if problem is not None:
-        raise NotApplicableError(
-            f"compile.mode={mode} compiles C++ for the CPU, and {problem}: install g++ or name one in the environment "
-            "variable CXX, or use compile=eager."
-        )

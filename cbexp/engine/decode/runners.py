@@ -14,7 +14,7 @@ from cbexp.engine.buffers import DecodeBuffers
 from cbexp.engine.decode.compiled import CompiledSteps, GraphTreeSteps
 from cbexp.engine.decode.step import EagerSteps, StepRunner
 from cbexp.engine.forward import DecodeForward
-from cbexp.engine.support import find_cpp_compiler_problem
+from cbexp.engine.support import require_cpp_compiler
 from cbexp.engine.types import COMPILE_MODES, EngineError
 
 # Kernels load, tune and allocate their workspaces in the first runs, which must not happen inside a capture.
@@ -126,9 +126,5 @@ def _check_compiler(mode: str, device: torch.device) -> None:
             f"{mode} compiles nothing: torch.compile is switched off in this process (TORCH_COMPILE_DISABLE or "
             "TORCHDYNAMO_DISABLE)."
         )
-    problem = find_cpp_compiler_problem() if device.type == "cpu" else None
-    if problem is not None:
-        raise EngineError(
-            f"{mode} compiles C++ for the CPU, and {problem}: install g++ or name one in the environment variable CXX, "
-            "or decode eagerly (compile_mode='eager')."
-        )
+    if device.type == "cpu":
+        require_cpp_compiler(mode)

@@ -36,11 +36,9 @@ from transformers.utils.generic import is_flash_attention_requested
 from cbexp.engine.attention import ATTENTION_NAME
 from cbexp.engine.buffers import PagePool
 from cbexp.engine.requests import PromptGroup
+from cbexp.engine.settings import MAX_MEMORY_FRACTION
 from cbexp.engine.types import CacheMemoryError, CBSyncConfig, EngineError, UnsupportedModelError
 from cbexp.engine.upstream.admission import AdmissionControl
-
-# Share of the free memory that the cache and its buffers may take: upstream's own figure without logits processors.
-MAX_MEMORY_FRACTION = 0.9
 
 # FlashAttention 2 reads a cache through a block table in pages of a multiple of this many tokens.
 FLASH_2_PAGE_TOKENS = 256
