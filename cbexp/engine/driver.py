@@ -100,7 +100,7 @@ class SyncCBDriver(ModelDriver):
 
     @property
     def compile_stats(self) -> dict[str, Any]:
-        """What compiling and capturing came to, as `CompileStats`, what self-checks found, and `device_idle_share`.
+        """What compiling and capturing took, as `CompileStats`, what self-checks found, and `device_idle_share`.
 
         That is the part of drives in which the device waited between bursts and batches of prompts (None: no GPU, or a
         mode without graphs). Empty where every step is one of transformers' own, and before there is a cache.
