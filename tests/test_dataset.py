@@ -134,15 +134,15 @@ def test_jsonl_fields_answers_and_blank_lines(tmp_path):
     assert prompts.verifier(r"\boxed{5}", "5")
 
 
-def test_jsonl_is_shuffled_by_its_seed(tmp_path):
+def test_jsonl_is_shuffled_by_its_seed_before_rows_are_taken(tmp_path):
     rows = [{"prompt": str(i)} for i in range(20)]
-    plain, shuffled = (
-        load(jsonl(tmp_path / "rows", *rows, num_prompts=20, shuffle_seed=seed)).texts or []
-        for seed in (None, 3407)
+    plain, shuffled, again = (
+        load(jsonl(tmp_path / "rows", *rows, num_prompts=10, shuffle_seed=seed)).texts or []
+        for seed in (None, 3407, 3407)
     )
-    assert plain != shuffled
-    assert sorted(plain) == sorted(shuffled)
-    assert shuffled == load(jsonl(tmp_path / "rows", *rows, num_prompts=20, shuffle_seed=3407)).texts
+    assert plain == [f"<s>[user]{i}[assistant]" for i in range(10)]
+    assert shuffled == again
+    assert not set(shuffled) <= set(plain)
 
 
 GSM8K = {"verifier": "gsm8k", "answer_field": "answer"}
