@@ -25,6 +25,7 @@ from tests.model_fixtures import QWEN3, build_tokenizer
 TOKENIZER = build_tokenizer()
 VOCAB_SIZE = 300
 BOS_ID = 256
+SYSTEM_CHAT = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
 
 
 def load(config: DatasetConfig, seed: int = 0, tokenizer: Any = TOKENIZER) -> PromptSet:
@@ -59,12 +60,6 @@ def test_prompts_and_chats_are_rendered_with_a_single_bos(tmp_path):
     assert prompts.prompt_ids[0][0] == BOS_ID
     assert TOKENIZER.decode(prompts.prompt_ids[0][1:]) == "[system]Be brief.[user]Hi[assistant]"
     assert (prompts.answers, prompts.verifier) == (None, None)
-
-
-def test_a_system_prompt_does_not_replace_the_rows_own(tmp_path):
-    chat = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
-    with pytest.raises(DatasetError, match=r"line 1 of .* its own system message"):
-        load(jsonl(tmp_path / "rows", {"prompt": chat}, system_prompt="Be brief."))
 
 
 def test_a_template_from_a_file_goes_first_and_kwargs_reach_it(tmp_path):
@@ -139,47 +134,45 @@ def test_jsonl_fields_answers_and_blank_lines(tmp_path):
     assert prompts.verifier(r"\boxed{5}", "5")
 
 
-def test_jsonl_is_shuffled_by_its_seed(tmp_path):
+def test_jsonl_is_shuffled_by_its_seed_before_rows_are_taken(tmp_path):
     rows = [{"prompt": str(i)} for i in range(20)]
-    plain, shuffled = (
-        load(jsonl(tmp_path / "rows", *rows, num_prompts=20, shuffle_seed=seed)).texts or []
-        for seed in (None, 3407)
+    plain, shuffled, again = (
+        load(jsonl(tmp_path / "rows", *rows, num_prompts=10, shuffle_seed=seed)).texts or []
+        for seed in (None, 3407, 3407)
     )
-    assert plain != shuffled
-    assert sorted(plain) == sorted(shuffled)
-    assert shuffled == load(jsonl(tmp_path / "rows", *rows, num_prompts=20, shuffle_seed=3407)).texts
+    assert plain == [f"<s>[user]{i}[assistant]" for i in range(10)]
+    assert shuffled == again
+    assert not set(shuffled) <= set(plain)
+
+
+GSM8K = {"verifier": "gsm8k", "answer_field": "answer"}
 
 
 @pytest.mark.parametrize(
-    ("row", "message"),
+    ("row", "settings", "message"),
     [
-        ("{broken", r"line 2 of .*rows is not valid JSON: .* at column 2"),
-        ("[1]", "line 2 of .*rows holds a JSON list"),
-        ({"question": "?", "id": 1}, "line 2 of .*rows has no field 'prompt'. Its fields: question, id"),
-        ({"prompt": "  "}, "line 2 of .*rows: its prompt is empty"),
-        ({"prompt": [{"role": "user", "content": ""}]}, "line 2 of .*rows: its prompt is empty"),
-        ({"prompt": 3}, "line 2 of .*rows: its prompt is of type int"),
-        ({"prompt": ["x"]}, "line 2 of .*rows: a chat message is an object"),
-        ({"prompt": [{"role": "user"}]}, "line 2 of .*rows: a chat message needs a role and a content"),
-        (r'{"prompt": "\ud800 x"}', "not valid Unicode, at character"),
+        ("{broken", {}, "line 2 of .*rows is not valid JSON: .* at column 2"),
+        ("[1]", {}, "line 2 of .*rows holds a JSON list"),
+        ({"question": "?", "id": 1}, {}, "line 2 of .*rows has no field 'prompt'. Its fields: question, id"),
+        ({"prompt": "  "}, {}, "line 2 of .*rows: its prompt is empty"),
+        ({"prompt": [{"role": "user", "content": ""}]}, {}, "line 2 of .*rows: its prompt is empty"),
+        ({"prompt": 3}, {}, "line 2 of .*rows: its prompt is of type int"),
+        ({"prompt": ["x"]}, {}, "line 2 of .*rows: a chat message is an object"),
+        ({"prompt": [{"role": "user"}]}, {}, "line 2 of .*rows: a chat message needs a role and a content"),
+        (r'{"prompt": "\ud800 x"}', {}, "not valid Unicode, at character"),
+        ({"prompt": SYSTEM_CHAT}, {"system_prompt": "S"}, "line 2 of .* its own system message"),
+        ({"prompt": "?"}, GSM8K, "line 2 of .*has no field 'answer'. Its fields: prompt"),
+        ({"prompt": "?", "answer": None}, GSM8K, r"line 2 .* no answer, and dataset\.verifier=gsm8k"),
+        (
+            {"prompt": "?", "answer": "x"},
+            GSM8K,
+            "verifier=gsm8k cannot use its answer 'x': it holds no number",
+        ),
     ],
 )
-def test_bad_rows_are_named(tmp_path, row, message):
+def test_bad_rows_are_named(tmp_path, row, settings, message):
     with pytest.raises(DatasetError, match=message):
-        load(jsonl(tmp_path / "rows", {"prompt": "fine"}, row, num_prompts=2))
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"prompt": "?"}, "has no field 'answer'. Its fields: prompt"),
-        ({"prompt": "?", "answer": None}, r"line 1 of .* has no answer, and dataset\.verifier=gsm8k"),
-        ({"prompt": "?", "answer": "x"}, "verifier=gsm8k cannot use its answer 'x': it holds no number"),
-    ],
-)
-def test_bad_answers_are_named_when_a_verifier_reads_them(tmp_path, row, message):
-    with pytest.raises(DatasetError, match=message):
-        load(jsonl(tmp_path / "rows", row, verifier="gsm8k", answer_field="answer"))
+        load(jsonl(tmp_path / "rows", {"prompt": "fine", "answer": "4"}, row, num_prompts=2, **settings))
 
 
 def test_files_that_cannot_be_read_or_are_too_short_are_explained(tmp_path):

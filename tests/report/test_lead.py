@@ -88,8 +88,8 @@ def test_without_rivals_nothing_is_claimed(make_cell):
     ],
 )
 def test_other_code_or_another_machine_is_a_difference(make_cell, change, is_same):
-    runs = load_runs([make_cell("generate", 1, 1.0), make_cell("generate", 2, 1.0, **change)])
-    assert are_same_in_effect(*runs) == is_same
+    one = make_cell("generate", 1, 1.0, is_old="is_old" in change)
+    assert are_same_in_effect(*load_runs([one, make_cell("generate", 2, 1.0, **change)])) == is_same
 
 
 @pytest.mark.parametrize("content", ["", "[1]", "a: [", "\0", "cache: 3\n"])

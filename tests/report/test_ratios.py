@@ -79,7 +79,7 @@ def timed(*walls_s, num_tokens=100):
     ("walls", "base_walls", "low", "high"),
     [
         ((1.0, 1.1, 1.2), (2.0, 2.2, 2.6), 2.0 / 1.2, 2.6 / 1.0),  # of three rounds: all pairs of rounds
-        ((1.0, 1.0, 3.0, 3.0), (1.0,) * 4, 1 / 3, 1.0),  # of an even number: the middle two together
+        ((1.0,) * 5 + (3.0,), (1.0,) * 6, 2 / 4, 1.0),  # of an even number: the middle two together
     ],
 )
 def test_interval_of_worked_rounds(walls, base_walls, low, high):

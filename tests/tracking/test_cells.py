@@ -54,6 +54,9 @@ def test_run_id_is_that_of_the_cell_in_its_sweep_wherever_it_lies(sweep_folder, 
     assert find_cell_run_id(make_cell(sweep_folder, 1, "attempt/nested")) == before
     assert find_cell_run_id(make_cell(sweep_folder, 2)) != before
     assert find_cell_run_id(make_cell(make_sweep(tmp_path / "other"), 1)) != before
+    other = make_cell(sweep_folder, 1, "other")
+    (other / "cell.json").write_text('{"index": 1, "cell_hash": "other"}')
+    assert find_cell_run_id(other) != before
 
 
 @pytest.mark.parametrize("torn", ["cell.json", "../sweep.json"])

@@ -85,24 +85,12 @@ def test_every_name_is_one_that_a_run_of_the_embedded_model_logs(tmp_path):
     assert {rows[0][f"{name}/_type"] for name in names["histograms"]} == {"histogram"}
 
 
-def test_panels_answer_each_question_by_compile_mode_and_configuration_group():
+def test_panels_show_every_configuration_group():
     names = names_in_panels()
     assert all(names.values())
     assert WORKSPACE.settings.x_axis in names["history"]
     assert {name.split(".")[0] for name in dashboard.CHOICES} == CONFIG_GROUPS | {"resolved"}
     assert set(dashboard.CHOICES) <= names["config"]
-    shown = {
-        section: {
-            metric
-            for panel in panels
-            if isinstance(panel, wr.BarPlot) and panel.groupby.name == "resolved.compile_mode"
-            for metric in panel.metrics
-        }
-        for section, panels in PANELS.items()
-    }
-    assert "decode_tps" in shown["Throughput"] and "roofline_fraction" in shown["Roofline"]
-    assert "decode_step_s.p99" in shown["Step times"] and "peak_reserved_gib" in shown["Memory"]
-    assert {"accuracy", "max_logprob_error", "max_logit_error"} <= shown["Correctness"]
 
 
 def test_view_is_saved_as_it_was_built(monkeypatch):
