@@ -141,7 +141,8 @@ ODD_GROUPS = {
     "one token each": ((1, 1), 3, {}),
     "one token beside more": ((1, 4), 3, {}),
     # One token is read beside parents that have none to run, after a batch in which as many rows had one each.
-    "more rows without a token than tokens": ((13, 1, 1, 1), 5, {"max_batch_tokens": 4}),
+    "more rows without a token than tokens": ((2, 1, 1, 1), 5, {}),
+    "more of them in chunks": ((13, 1, 1, 1), 5, {"max_batch_tokens": 4}),
     "chunks": ((33, 32, 50), 3, {"max_batch_tokens": 16}),
     "more than a batch takes": ((12, 20), 8, {"max_requests_per_batch": 5}),
 }
@@ -149,12 +150,13 @@ ODD_GROUPS = {
 
 @pytest.mark.parametrize("family", FORK_FAMILIES)
 @pytest.mark.parametrize("case", ODD_GROUPS)
-def test_odd_groups(shared_model, make_driver, make_prompts, references, family, case):
+def test_odd_groups(shared_model, make_driver, prompts, make_prompts, references, family, case):
     lengths, num_generations, settings = ODD_GROUPS[case]
-    prompts = make_prompts(lengths)
-    driver = make_driver(shared_model(family), **settings)
-    expected = references(family, prompts, num_generations=num_generations)
-    assert drive(driver, prompts, num_generations=num_generations) == expected
+    driver = make_driver(shared_model(family), num_blocks=100, **settings)
+    assert drive(driver, prompts) == references(family, prompts)
+    odd = make_prompts(lengths)
+    expected = references(family, odd, num_generations=num_generations)
+    assert drive(driver, odd, num_generations=num_generations) == expected
     if "max_requests_per_batch" in settings:
         assert max(step.num_requests for step in driver.steps) == 5
 
