@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from cbexp.engine import CBSyncConfig, SyncCBDriver
 from cbexp.engine.fused_projections import ProjectionFusion
-from tests.engine.driving import check_cache_at_rest
+from tests.engine.driving import check_cache_at_rest, drive
 from tests.engine.models import PROMPT_LENGTHS, build_model, generate_greedily, random_prompts
 
 torch.set_num_threads(1)
@@ -88,6 +88,23 @@ def make_driver() -> Iterator[Callable[..., SyncCBDriver]]:
     for driver in drivers:
         check_cache_at_rest(driver)
         driver.close()
+
+
+@pytest.fixture
+def check_drive(shared_model, make_driver, references) -> Callable[..., SyncCBDriver]:
+    """Drive prompts on a family's shared model: the tokens are those of `generate`. Returns the driver.
+
+    That is `driver`, or a new one with `settings`.
+    """
+
+    def check(family, prompts, limits=12, eos=(), num_generations=1, driver=None, **settings):
+        if driver is None:
+            driver = make_driver(shared_model(family), eos_token_id=eos, **settings)
+        tokens = drive(driver, prompts, max_new_tokens=limits, num_generations=num_generations)
+        assert tokens == references(family, prompts, limits, eos, num_generations)
+        return driver
+
+    return check
 
 
 @pytest.fixture
