@@ -12,7 +12,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from cbexp.engine import CBSyncConfig, SyncCBDriver
-from tests.engine.driving import check_cache_at_rest
+from tests.engine.driving import check_cache_at_rest, drive
 from tests.engine.models import PROMPT_LENGTHS, build_model, generate_greedily, random_prompts
 from tests.engine.ulps import exact_linear
 
@@ -91,18 +91,29 @@ def make_driver() -> Iterator[Callable[..., SyncCBDriver]]:
 
 
 @pytest.fixture
+def check_drive(shared_model, make_driver, references) -> Callable[..., SyncCBDriver]:
+    """Drive prompts on a family's shared model: the tokens are those of `generate`. Returns the driver.
+
+    That is `driver`, or a new one with `settings`.
+    """
+
+    def check(family, prompts, limits=12, eos=(), num_generations=1, driver=None, **settings):
+        if driver is None:
+            driver = make_driver(shared_model(family), eos_token_id=eos, **settings)
+        tokens = drive(driver, prompts, max_new_tokens=limits, num_generations=num_generations)
+        assert tokens == references(family, prompts, limits, eos, num_generations)
+        return driver
+
+    return check
+
+
+@pytest.fixture
 def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """References and models take `exact_linear` for their matrix products.
 
     What is left of half precision are single sums and products, which IEEE 754 defines.
     """
     monkeypatch.setattr(torch.nn.functional, "linear", exact_linear)
-
-
-@pytest.fixture
-def exact_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TF32 would round the two sides of a comparison differently."""
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
 
 
 @pytest.fixture

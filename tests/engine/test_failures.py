@@ -77,20 +77,20 @@ def ctrl_c(original, args):
 
 
 # What fails, in which call, what of the call is done before; and the tokens that seven requests have by then when there
-# is room. They make one with their prompts, then 4, 4 and 3 in bursts.
+# is room. Six make one with the first batch of prompts and one with the second, then all of them 4, 4 and 3 in bursts.
 PLACES = {
     "submitting": (Batcher, "submit", 2, nothing, 0),
     "taking the model over": (Decoder, "begin", 1, nothing, 0),
-    "scheduling a batch": (ContinuousBatchProcessor, "prepare_next_batch", 1, all_of_it, 0),
-    "the forward of prompts": (Batcher, "_run_forward", 1, nothing, 0),
-    "updating a batch": (ContinuousBatchProcessor, "update_batch", 1, all_of_it, 7),
+    "scheduling a batch": (ContinuousBatchProcessor, "prepare_next_batch", 2, all_of_it, 6),
+    "the forward of prompts": (Batcher, "_run_forward", 2, nothing, 6),
+    "updating a batch": (ContinuousBatchProcessor, "update_batch", 2, all_of_it, 7),
     "rows on their way up": (RowUpload, "upload", 2, nothing, 7 * 5),
     "half a burst": (EagerSteps, "run", 2, half_a_burst, 7 * 5),
     "Ctrl-C in a step": (EagerSteps, "step", 6, ctrl_c, 7 * 5),
     "tokens on their way down": (Decoder, "run", 2, all_of_it, 7 * 5),
     "requests that have their tokens": (Batcher, "_account_for_tokens", 7 + 3, all_of_it, 7 * 5 + 3 * 4),
-    "a burst that is accounted for": (RequestBook, "mark_tokens", 3, nothing, 7 * 9),
-    "the last burst": (RequestBook, "mark_tokens", 4, nothing, 7 * 12),
+    "a burst that is accounted for": (RequestBook, "mark_tokens", 4, nothing, 7 * 9),
+    "the last burst": (RequestBook, "mark_tokens", 5, nothing, 7 * 12),
     "outcomes": (RequestBook, "finish", 3, nothing, 7 * 12),
 }
 
@@ -102,7 +102,7 @@ def test_an_error_leaves_the_driver_usable(
 ):
     owner, name, number, before, num_tokens = PLACES[place]
     num_generations = 2 if is_crowded else 1
-    settings = {"num_blocks": 24, "batch_shape": "natural"} if is_crowded else {"num_blocks": 64}
+    settings = {"num_blocks": 24} if is_crowded else {"num_blocks": 64, "max_batch_tokens": 100}
     driver = make_driver(model, max_burst=4, **settings)
     original, calls = getattr(owner, name), []
 

@@ -69,9 +69,9 @@ def test_a_batch(start, num_decoding, settings, waiting, batch, still_waiting):
     admitted = [request_id for request_id in waiting if request_id not in still_waiting]
     # What decodes is still there, and first.
     assert list(scheduler.active_requests) == [*(f"d{i}" for i in range(num_decoding)), *admitted]
-    if num_decoding:
+    if batch == ([], 0):
+        assert processor.prepare_next_batch() is False
         assert not scheduler.block_new_requests
-        assert scheduler.starved_requests == []
 
 
 def test_what_decodes_comes_back_after_an_error(start, monkeypatch):
@@ -83,17 +83,28 @@ def test_what_decodes_comes_back_after_an_error(start, monkeypatch):
     assert list(processor.scheduler.active_requests) == ["d0", "d1"]
 
 
+def read_chunk(processor, num_tokens=10):
+    batch, _, num_tokens, _ = processor.scheduler.schedule_batch(num_tokens, 1000)
+    for future in batch:  # what `prepare_batch_tensors` does
+        future.state.position_offset += future.query_length
+    return [future.state.request_id for future in batch], num_tokens
+
+
+def test_nobody_is_evicted_for_a_prompt_that_cannot_go_on(start):
+    """Transformers would see it as starved, and evict for it beside the next batch."""
+    processor = start(1, num_blocks=4)
+    wait(processor, long=40, b=4)
+    assert read_chunk(processor) == (["long"], 10)
+    assert schedule(processor) == (["b"], 4)
+    assert processor.scheduler.starved_requests == []
+
+
 def test_prompts_to_read_are_those_begun_and_those_that_may_be_admitted(start):
     processor = start(1, num_slots=3, max_batch_tokens=10)
     wait(processor, long=25, b=4, c=4)
-    seen = []
-    for _ in range(3):
+    for batch in ((["long"], 10), (["long"], 10), (["long", "b"], 9)):
         assert processor.scheduler.has_prefill_candidates()
-        batch, _, num_tokens, _ = processor.scheduler.schedule_batch(10, 1000)
-        seen.append(([future.state.request_id for future in batch], num_tokens))
-        for future in batch:  # what `prepare_batch_tensors` does
-            future.state.position_offset += future.query_length
-    assert seen == [(["long"], 10), (["long"], 10), (["long", "b"], 9)]
+        assert read_chunk(processor) == batch
     assert not processor.scheduler.has_prefill_candidates()
     processor.scheduler.num_slots = 4
     assert processor.scheduler.has_prefill_candidates()
