@@ -80,7 +80,7 @@ def test_what_auto_has_become_and_what_a_driver_lacks():
 @pytest.mark.parametrize(
     ("compiler", "said"),
     [
-        ("no-such-compiler", r"compiles C\+\+ .* CXX, or use compile=eager"),
+        ("no-such-compiler", r"compiles C\+\+ .* CXX, or use 'eager'"),
         ("/bin/true", "/bin/true is no C"),
     ],
 )

@@ -165,7 +165,7 @@ def test_the_recompile_limit_is_an_error_and_holds_for_the_runner_alone(buffers,
 
 
 def test_closing_lets_go_of_forward_and_cache():
-    buffers = build_buffers(2, pools=build_pools(6))
+    buffers = build_buffers(3, pools=build_pools(9))
     runner = build_runner(ToyForward(buffers.layers), buffers, "default")
     is_gone = [weakref.ref(runner._forward), weakref.ref(buffers.layers[0].pages)]
     runner.prepare(2)
@@ -181,7 +181,7 @@ def test_a_compiler_that_is_not_there_is_an_error(make_runner, mode, monkeypatch
     runner = make_runner(mode)
     with torch.compiler.set_stance("force_eager"), pytest.raises(EngineError, match="compiled nothing"):
         runner.prepare(4)
-    no_compiler = rf"{mode} compiles C\+\+ for the CPU, and no compiler was found"
+    no_compiler = rf"compile_mode='{mode}' compiles C\+\+ for the CPU, and no compiler was found"
     with torch._inductor.config.patch({"cpp.cxx": (None, "no-such-compiler")}):  # noqa: SIM117
         with pytest.raises(EngineError, match=no_compiler):
             make_runner(mode)
