@@ -144,6 +144,13 @@ def test_bad_setting_says_what_is_wrong_and_what_would_be_right(group, settings,
         ),
         ({"compile": CompileConfig("default"), "model": FOREIGN}, "^compile.mode='default' .* not 'sdpa'"),
         ({"compile": CompileConfig(fusion="layers"), "model": FOREIGN}, "^compile.fusion='layers' works on"),
+        # Impossible also where it has no effect.
+        (
+            {"compile": CompileConfig(max_burst=0), "driver": DriverConfig("generate")},
+            "^compile.max_burst=0 is",
+        ),
+        ({"compile": CompileConfig("eager", recompile_limit=-1)}, "^compile.recompile_limit=-1 is too small"),
+        ({"compile": CompileConfig(batch_shape="natural", buckets=[0])}, r"^compile.buckets=\[0\] must be"),
     ],
 )
 def test_what_the_engine_refuses_is_said_in_its_words_by_the_settings_name(settings, message):

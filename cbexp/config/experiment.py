@@ -16,7 +16,7 @@ from cbexp.config.model import AdapterConfig, ModelConfig
 from cbexp.config.records import ArtifactsConfig, TrackingConfig
 from cbexp.config.workload import DatasetConfig, SamplingConfig
 from cbexp.drivers.registry import DRIVERS, DriverKind
-from cbexp.engine.settings import check_config
+from cbexp.engine.settings import check_config, check_values
 from cbexp.engine.types import ENGINE_ATTENTION, CBSyncConfig, EngineError
 from cbexp.errors import ConfigError
 
@@ -115,7 +115,10 @@ class ExperimentConfig:
         # A batch holds at least the requests of a prompt.
         max_requests = self.cache.max_requests_per_batch
         resolved = {"max_requests_per_batch": self.dataset.num_generations} if max_requests is None else {}
+        given = {name: attrgetter(key)(self) for name, key in ENGINE_SETTINGS.items()}
         try:
+            # What has no effect here is checked by itself all the same.
+            check_values(CBSyncConfig(**{name: value for name, value in given.items() if value is not None}))
             check_config(self.engine_settings(mode, attention, **resolved))
         except (EngineError, ValueError) as error:
             raise ConfigError(name_settings(str(error))) from error

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 class SyncCBDriver(ModelDriver):
     """Generates greedily with the caller's own model object; implements `RolloutDriver`. Not thread-safe.
 
-    Drivers may share a model, one drive at a time: a second one is refused in another thread, with its requests still
-    queued, and runs inside of the first where its `on_step` starts it.
+    Drivers may share a model, one drive at a time. A drive that another thread starts meanwhile is refused, with its
+    requests still queued. A drive that the first one's `on_step` starts runs at once, inside of it.
 
     `model` is a transformers causal language model on one device, bare or inside a PEFT wrapper. Between drives it is
     in the caller's hands, weights included: no keys or values outlive a drive. Of `generation_config` (default: the
@@ -71,9 +71,11 @@ class SyncCBDriver(ModelDriver):
         super().__init__(model, config, generation_config)
         # Only now: another version may lack the names that this import needs.
         from cbexp.engine import upstream
+        from cbexp.engine.forward import resolve_fusion
 
         upstream.check_attention(self._model.config, self._config)
         check_device(self._config, self._model.device.type)
+        resolve_fusion(self._model, self._config.fusion)
         self._num_steps = 0
         self._rounding_blocks = upstream.count_rounding_blocks(self._model.config)
         self._attention = upstream.attention_name(self._config)

@@ -28,7 +28,7 @@ def deferring_interrupts() -> Iterator[None]:
     is_over = False
 
     def take(number: int, frame: FrameType | None) -> None:
-        # Should a signal come while handlers are put back, those that are not yet back act like what they stand for.
+        # A signal that comes while handlers are put back goes straight to its own handler.
         if is_over:
             handlers[signal.Signals(number)](number, frame)
         else:

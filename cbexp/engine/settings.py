@@ -26,7 +26,13 @@ MINIMUMS = {
 }
 # Read by the engine's own decode steps alone.
 DECODE_SETTINGS = (
-    *("compile_mode", "fusion", "batch_shape", "buckets", "max_burst", "recompile_limit", "self_check"),
+    "compile_mode",
+    "fusion",
+    "batch_shape",
+    "buckets",
+    "max_burst",
+    "recompile_limit",
+    "self_check",
 )
 
 
@@ -47,22 +53,36 @@ def check_config(config: CBSyncConfig) -> None:
         ValueError: a value makes no sense.
         EngineError: this driver does not do it, or a setting is without effect in this combination.
     """
+    check_values(config)
+    if config.do_sample:
+        raise EngineError(
+            "do_sample=True is not available yet, since this driver decodes greedily: leave it out."
+        )
+    _check_recompile_limit(config)
+    if config.buckets is not None:
+        _check_use_of_buckets(config.buckets, config)
+    if not config.has_engine_attention:
+        _check_without_engine_attention(config)
+
+
+def check_values(config: CBSyncConfig) -> None:
+    """Check each setting by itself; raises `TypeError` and `ValueError` as `check_config`."""
     if not isinstance(config, CBSyncConfig):
         raise TypeError(f"config={config!r} is a {type(config).__name__}: pass a CBSyncConfig.")
     for name, hint in get_type_hints(CBSyncConfig).items():
         _check_type(name, getattr(config, name), hint)
-    if config.do_sample:
-        raise EngineError("do_sample=True is not available yet: this driver decodes greedily.")
     for name, minimum in MINIMUMS.items():
         if getattr(config, name) is not None:
             _check_at_least(name, getattr(config, name), minimum)
     if config.max_burst > MAX_BURST:
         raise ValueError(f"max_burst={config.max_burst} is too large: at most {MAX_BURST} steps.")
-    _check_compile_mode(config)
-    if config.buckets is not None:
-        _check_buckets(config.buckets, config)
-    if not config.has_engine_attention:
-        _check_without_engine_attention(config)
+    if not isinstance(config.compile_mode, str) or config.compile_mode not in COMPILE_MODES:
+        raise _not_a_choice("compile_mode", config.compile_mode, tuple(COMPILE_MODES))
+    buckets = config.buckets
+    if buckets is not None and not _are_batch_sizes(buckets):
+        raise ValueError(
+            f"buckets={list(buckets)} must be batch sizes from 1 to {MAX_BUCKET} in ascending order, as in [1, 8, 32]."
+        )
 
 
 def check_count(name: str, value: object) -> None:
@@ -94,8 +114,8 @@ def resolve_decoding(
 ) -> DecodingSettings:
     """Settings of `config`, else of `generation_config`, of which nothing but limit, EOS and pad is read.
 
-    Raises `TypeError` or `ValueError`, naming the setting, for a value of the generation config that is to count and
-    makes no sense. Its pad token may be any number, since nothing reads it and configs with -1 are about.
+    Raises `TypeError` or `ValueError`, naming the setting, for a value of the generation config that is read and makes
+    no sense. Its pad token may be any number: nothing reads it, and there are configs with -1.
     """
     if config.eos_token_id is not None:
         eos_token_ids, where = _as_ids(config.eos_token_id), "eos_token_id"
@@ -120,7 +140,7 @@ def resolve_decoding(
 
 def _check_type(name: str, value: object, hint: Any) -> None:
     if get_origin(hint) is Literal:
-        if value not in get_args(hint):
+        if not isinstance(value, str) or value not in get_args(hint):
             raise _not_a_choice(name, value, get_args(hint))
         return
     kinds = get_args(hint) or (hint,)
@@ -151,10 +171,8 @@ _EXPECTED_OF_TYPE: dict[type, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def _check_compile_mode(config: CBSyncConfig) -> None:
+def _check_recompile_limit(config: CBSyncConfig) -> None:
     mode = config.compile_mode
-    if not isinstance(mode, str) or mode not in COMPILE_MODES:
-        raise _not_a_choice("compile_mode", mode, tuple(COMPILE_MODES))
     is_idle = COMPILE_MODES[mode].torch_mode is None and config.has_engine_attention
     if config.recompile_limit is not None and is_idle:
         raise EngineError(
@@ -163,12 +181,12 @@ def _check_compile_mode(config: CBSyncConfig) -> None:
         )
 
 
-def _check_buckets(buckets: Sequence[int], config: CBSyncConfig) -> None:
+def _are_batch_sizes(buckets: Sequence[int]) -> bool:
     is_ascending = all(a < b for a, b in itertools.pairwise(buckets))
-    if not buckets or buckets[0] < 1 or not is_ascending or buckets[-1] > MAX_BUCKET:
-        raise ValueError(
-            f"buckets={list(buckets)} must be batch sizes from 1 to {MAX_BUCKET} in ascending order, as in [1, 8, 32]."
-        )
+    return bool(buckets) and buckets[0] >= 1 and is_ascending and buckets[-1] <= MAX_BUCKET
+
+
+def _check_use_of_buckets(buckets: Sequence[int], config: CBSyncConfig) -> None:
     if config.batch_shape == "natural":
         raise EngineError("buckets are without effect when batch_shape='natural': leave them out.")
     largest = config.max_requests_per_batch

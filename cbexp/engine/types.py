@@ -131,7 +131,7 @@ class CBSyncConfig:
     `max_new_tokens` is overridden by a request's own. `eos_token_id`: one id or several; an empty sequence ignores EOS.
     `pad_token_id` is recorded only: rows that pad a batch hold no token. `page_size`, `max_batch_tokens` are in tokens.
     `num_blocks` None sizes the cache for the largest round so far: one that needs more rebuilds it before it starts.
-    `max_requests_per_batch` None: as many as the largest bucket, else up to `DEFAULT_MAX_REQUESTS`.
+    `max_requests_per_batch` None: as many as the largest bucket, else up to 256.
 
     `attn_implementation`: the engine's own attention, with decode steps in bursts; or, by its name, the implementation
     that the model was loaded with, for which every step is one of transformers' own (nothing compiled or fused).

@@ -34,8 +34,8 @@ GRAPH_TREE_SETTINGS = {
 class CompiledSteps(EagerSteps):
     """Forward and advance as one program. Sizes that are not the batch's stay constants in it.
 
-    A bucket of one row is a program of its own, and so is one of all `max_rows` rows, of which the outputs alone lie
-    without gaps: buffers of one row more than the largest bucket spare it. `parameters` are frozen while steps run:
+    A bucket of one row is a program of its own. A bucket of all rows of the buffers would be another, so buffers have
+    one row more than the largest bucket. `parameters` are frozen while steps run:
     programs are bound to which of them require gradients. `recompile_limit` None: PyTorch's own.
     """
 

@@ -19,6 +19,7 @@ from cbexp.engine.decode.shapes import build_batch_shapes, choose_burst_length
 from cbexp.engine.decode.step import CompileStats, StepRunner
 from cbexp.engine.decode.timing import DeviceIdle, time_decode_steps
 from cbexp.engine.forward import ForwardChoice
+from cbexp.engine.interrupts import deferring_interrupts
 from cbexp.engine.types import COMPILE_MODES, CBSyncConfig, EngineError
 
 
@@ -26,8 +27,8 @@ class Decoder:
     """Decodes rows on `pools` in bursts, between `begin` and `end` of each drive; one burst at a time.
 
     The model must run the engine's attention whenever something runs. Everything is put on the current stream, in
-    order; only `run` waits for the device. `settings` leave `max_requests_per_batch` not open. `max_positions` bounds
-    the positions that steps reach.
+    order; only `run` waits for the device. `max_requests_per_batch` is set in `settings`. `max_positions` bounds the
+    positions that steps reach.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class Decoder:
         )
         self._buffers = allocate_buffers(
             pools,
-            # One more than any batch has: a batch of all rows would be a program of its own (see `CompiledSteps`).
+            # One more than the largest batch has, see `CompiledSteps`.
             max_rows=self._shapes.max_rows + 1,
             max_burst=settings.max_burst,
             eos_token_ids=eos_token_ids,
@@ -85,8 +86,9 @@ class Decoder:
     def begin(self) -> None:
         """Take the model over for a drive; what was compiled or captured from weights that have moved is dropped."""
         self._idle.begin()
-        if self._forward.begin():
-            self._drop_runner()
+        with deferring_interrupts():  # between the two, the runner would be of weights that are gone
+            if self._forward.begin():
+                self._drop_runner()
         if self._runner is None:
             self._runner = build_runner(
                 self._forward.forward,
@@ -164,8 +166,8 @@ class Decoder:
     def stats(self) -> dict[str, Any]:
         """`CompileStats` for the weights as they lie now, `device_idle_share`, and what self-checks found.
 
-        The idle share is of drives, between bursts and batches of prompts; None without a GPU, and where the host
-        launches each kernel of a burst: the device then waits within bursts, which their events do not tell.
+        The idle share is of drives, between bursts and batches of prompts. It is None without a GPU, and in modes
+        without graphs: there the device also waits for the host inside a burst, which is not measured.
         `mean_logprob_error`, `max_logprob_error` (of the forward run eagerly), `mean_logit_error` and `max_logit_error`
         (of steps as they run) are over the rows of all self-checks (None: nothing was checked).
         """

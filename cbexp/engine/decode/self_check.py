@@ -27,9 +27,8 @@ MIN_ROWS_FOR_MEAN = 32
 class Tolerance:
     """What rounding may do. Log-probabilities are of the reference's best token, logits of the step's; both in nats.
 
-    They have the same bounds. They may differ by one spacing of the logits more: each side rounds its own by up to half
-    of that. The mean may also exceed its bound by the noise that the model itself makes of rounding, see
-    `_rounding_noise`.
+    Both have the same bounds, to which one spacing of the logits is added: each side rounds its own by up to half of
+    that. To the bound of the mean the model's own noise of rounding is added, see `_rounding_noise`.
 
     `cache`: of one row's new keys, or values, in one layer, relative to their length. It grows with the depth: right
     steps in bfloat16 reach 0.06 in 36 layers (Qwen3-4B's shape) and 0.13 in 80 (small and random).
@@ -56,7 +55,7 @@ class SelfCheckResult:
 
     Errors of log-probabilities are of the forward run eagerly, those of logits of the step as it runs: it leaves the
     logit of each row's token behind. Those of the cache are of both, the larger ones.
-    The spacings are of numbers of the logits' dtype where the rows' best logits lie: how finely those are rounded.
+    A spacing is the distance of two neighbouring numbers of the logits' dtype, at a row's best logit.
     """
 
     bucket: int

@@ -18,7 +18,7 @@ from cbexp.engine.sampling import advance
 class CompileStats:
     """What compiling and capturing took, over a runner's life. Seconds are host time.
 
-    `programs`: functions that torch.compile built; `recompiles`: those of them for a batch size that was ready before.
+    `programs`: functions that torch.compile built. `recompiles`: programs built again for a batch size that had one.
     `graphs`: CUDA graphs held; `replays`: how often one ran in a burst. `skipped_cudagraphs`: graphs that torch.compile
     gave up (fatal where a mode promises them).
     """

@@ -34,7 +34,7 @@ class ForwardChoice:
         self._max_positions = max_positions
         self._projections = ProjectionFusion(model)
         self._state: tuple[Any, ...] | None = None
-        self.fusion = _resolve(model, fusion)
+        self.fusion = resolve_fusion(model, fusion)
         self.forward: PlainForward | LlamaForward = PlainForward(model, pages)
 
     def begin(self) -> bool:
@@ -44,7 +44,7 @@ class ForwardChoice:
         weights that were written in place keep everything valid.
         """
         self._projections.remove()
-        self.fusion = _resolve(self._model, self._asked)
+        self.fusion = resolve_fusion(self._model, self._asked)
         state = (self.fusion, *_code_states(self._model), *_addresses(self._model))
         if self.fusion != "none":
             self._projections.find()
@@ -98,7 +98,7 @@ class ForwardChoice:
         return LlamaForward(read_llama(self._model, self._max_positions), self._pages)
 
 
-def _resolve(model: PreTrainedModel, fusion: Fusion) -> ResolvedFusion:
+def resolve_fusion(model: PreTrainedModel, fusion: Fusion) -> ResolvedFusion:
     """What `fusion` means for `model`.
 
     `auto` fuses whole layers in half precision on CUDA where the model allows it, else projections there; nothing on

@@ -34,8 +34,8 @@ class PlainForward:
     def __call__(self, token_ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """As `DecodeForward`.
 
-        The largest logit wins, the first among equals, as in transformers; in the model's own dtype, since the step
-        to float32 there keeps every order.
+        The largest logit wins, the first among equals, as in transformers. It is chosen in the model's own dtype:
+        transformers turns logits to float32 first, which keeps their order.
         """
         return choose_best(self.logits(token_ids, positions))
 

@@ -23,7 +23,7 @@ ALIGNMENT = 16
 def project(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
     """`x @ weight.T + bias` for each weight as parts [splits, rows, out_features], on a CUDA device.
 
-    Their sum is the product: float32 parts of the engine's kernels and of halves, or one part in x's dtype.
+    The sum of the parts is the product. There are several, in float32, where the columns of x are split; else one.
     x [rows, in_features], weights and biases as in `reference.joint_linear`, all contiguous.
     """
     from cbexp.engine.kernels import linear, tiles

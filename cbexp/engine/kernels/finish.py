@@ -22,7 +22,7 @@ def _best_token_kernel(
     values = tl.load(tile_values + row * num_tiles + tile, mask=tile < num_tiles, other=float("-inf"))
     # Tiles are in the order of their ids, so the leftmost of equals is the lowest id.
     _, index = tl.max(values, axis=0, return_indices=True, return_indices_tie_break_left=True)
-    # Among NaNs, padding may be what is found: its value is not that of the tile taken instead.
+    # Among NaNs the place found may be padding: take the last tile, with its own value.
     place = row * num_tiles + tl.minimum(index, num_tiles - 1)
     tl.store(next_ids + row, tl.load(tile_ids + place).to(tl.int64))
     tl.store(best_logits + row, tl.load(tile_values + place))

@@ -309,8 +309,8 @@ class Batcher:
     def _reserve_room(self, states: Sequence[RequestState], num_steps: int) -> int:
         """Reserve the blocks of as long a burst as the cache has room for; returns its steps, 0 when it has for none.
 
-        A request takes room for what it may still produce, but for its last token, which is never stored: the first of
-        a burst's tokens to be stored is the last of the burst before.
+        A burst stores the tokens that it is fed: the one that each request had before, and all but the last of those
+        that it makes.
         """
         cache = self._cache
         cache.pool.try_to_free_sectors()

@@ -10,6 +10,7 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
+from cbexp.engine import EngineError
 from cbexp.engine.forward.llama import why_not_llama
 from tests.engine.forward.models import HEAD_DIM, NUM_KV_HEADS, SHAPE, build
 
@@ -147,3 +148,9 @@ def test_what_cannot_be_fused_is_told_why(make, reason):
     problem = why_not_llama(make())
     assert problem is not None
     assert re.search(reason, problem)
+
+
+def test_a_driver_of_a_model_without_fused_layers_is_not_built(make_driver_anywhere, new_model):
+    """Also without a cache yet, which the first drive would build."""
+    with pytest.raises(EngineError, match="fusion='layers' is impossible: Gemma2ForCausalLM is not one of"):
+        make_driver_anywhere(new_model("gemma2"), fusion="layers")
