@@ -71,20 +71,15 @@ def test_everything_is_as_before(new_model, make_driver, prompts, family, ends_b
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
 @pytest.mark.parametrize("settings", [{}, {"num_blocks": 64}], ids=["growing", "fixed"])
-def test_drives_inside_and_outside_of_inference_mode(
-    shared_model, make_driver, prompts, references, family, settings
-):
-    model = shared_model(family)
+def test_the_callers_own_modes_change_nothing(shared_model, check_drive, prompts, family, settings):
+    """Inference mode, of which a cache outlives the drive, and autocast."""
+    shared_model(family)  # made outside
     with torch.inference_mode():
-        driver = make_driver(model, **settings)
-        assert drive(driver, prompts) == references(family, prompts)
+        driver = check_drive(family, prompts, **settings)
         assert torch.is_inference_mode_enabled()
-    assert drive(driver, prompts) == references(family, prompts)
-
-
-def test_the_callers_autocast_changes_nothing(shared_model, make_driver, prompts, references):
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert drive(make_driver(shared_model("qwen3")), prompts) == references("qwen3", prompts)
+        check_drive(family, prompts, driver=driver)
+        check_drive(family, prompts, **settings)
         assert torch.is_autocast_enabled("cpu")
 
 

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
 from cbexp.engine.decode.shapes import ADMISSION_BURST, MIN_BURST, TAIL_BURST_ON_CPU
 from cbexp.engine.decode.step import EagerSteps
@@ -15,23 +16,19 @@ SHAPES = ("natural", "buckets", "full")
 
 @pytest.mark.parametrize("batch_shape", SHAPES)
 @pytest.mark.parametrize(("family", "max_burst"), [("mistral", 1), ("qwen3", 5), ("gemma3", 128)])
-def test_a_stream_equals_generate(
-    shared_model, make_driver, prompts, references, family, batch_shape, max_burst
-):
+def test_a_stream_equals_generate(check_drive, prompts, family, batch_shape, max_burst):
     """Admission, chunks, limits and batch sizes between buckets, all at once."""
     limits = [30, 1, 17, 2, 30, 9, 25]
     settings = {"max_batch_tokens": 24, "max_requests_per_batch": 5, "num_blocks": 100}
-    driver = make_driver(shared_model(family), batch_shape=batch_shape, max_burst=max_burst, **settings)
-    for _ in range(2):
-        assert drive(driver, prompts, max_new_tokens=limits) == references(family, prompts, limits)
+    driver = check_drive(family, prompts, limits, batch_shape=batch_shape, max_burst=max_burst, **settings)
+    check_drive(family, prompts, limits, driver=driver)
     assert {step.kind for step in driver.steps} == {"prefill", "decode"}
     assert max(step.num_steps for step in driver.steps) == min(max_burst, 29)
 
 
-def test_bursts_are_as_many_as_predicted(shared_model, make_driver, make_prompts):
+def test_bursts_are_as_many_as_predicted(check_drive, make_prompts):
     """Ten requests of 100 tokens for four rows: three waves, each read at once and then decoded without a stop."""
-    driver = make_driver(shared_model("qwen3"), max_requests_per_batch=4, num_blocks=200, max_new_tokens=100)
-    drive(driver, make_prompts((10,) * 10))
+    driver = check_drive("qwen3", make_prompts((10,) * 10), 100, max_requests_per_batch=4, num_blocks=200)
     assert [(step.kind, step.num_requests, step.num_steps) for step in driver.steps] == [
         *[("prefill", 4, 1), ("decode", 4, 99)] * 2,
         *[("prefill", 2, 1), ("decode", 2, 99)],
@@ -39,26 +36,22 @@ def test_bursts_are_as_many_as_predicted(shared_model, make_driver, make_prompts
     assert sum(step.num_padding for step in driver.steps) == 0
 
 
-def test_with_an_eos_the_host_looks_more_often(
-    shared_model, make_driver, make_prompts, references, reference
-):
+def test_with_an_eos_the_host_looks_more_often(check_drive, make_prompts, references):
     """While requests wait, to let others in; in the tail, to shrink the batch."""
     prompts = make_prompts((10,) * 6)
-    expected = references("qwen3", prompts, 150)
-    unused = next(token for token in range(97) if all(token not in tokens for tokens in expected))
-    settings = {"max_requests_per_batch": 4, "num_blocks": 200, "max_new_tokens": 150}
-    driver = make_driver(shared_model("qwen3"), eos_token_id=unused, **settings)
-    assert drive(driver, prompts) == expected
-    num_waiting, num_tail = math.ceil(149 / ADMISSION_BURST), math.ceil(149 / TAIL_BURST_ON_CPU)
+    made = {token for tokens in references("qwen3", prompts, 100) for token in tokens}
+    unused = (next(token for token in range(97) if token not in made),)
+    driver = check_drive("qwen3", prompts, 100, unused, max_requests_per_batch=4, num_blocks=200)
+    num_waiting, num_tail = math.ceil(99 / ADMISSION_BURST), math.ceil(99 / TAIL_BURST_ON_CPU)
     steps = [step for step in driver.steps if step.kind == "decode"]
     assert len(steps) == num_waiting + num_tail
     assert [step.num_steps for step in steps[:2]] == [ADMISSION_BURST] * 2
     assert steps[num_waiting].num_steps == TAIL_BURST_ON_CPU
 
 
-def test_a_row_that_ends_early_idles_and_the_batch_shrinks(shared_model, make_driver, make_prompts):
-    driver = make_driver(shared_model("qwen3"), num_blocks=100, max_requests_per_batch=4)
-    drive(driver, make_prompts((9, 9, 9)), max_new_tokens=[41, 11, 21])
+def test_a_row_that_ends_early_idles_and_the_batch_shrinks(check_drive, make_prompts):
+    asked = {"num_blocks": 100, "max_requests_per_batch": 4}
+    driver = check_drive("qwen3", make_prompts((9, 9, 9)), [41, 11, 21], **asked)
     # Three rows compute four; the first end leaves two.
     assert [(s.num_steps, s.bucket, s.num_tokens, s.num_padding) for s in driver.steps[1:]] == [
         (10, 4, 30, 10),
@@ -68,22 +61,16 @@ def test_a_row_that_ends_early_idles_and_the_batch_shrinks(shared_model, make_dr
     assert [step.num_finished for step in driver.steps] == [0, 1, 1, 1]
 
 
-def test_an_eos_ends_a_row_on_the_device(shared_model, make_driver, prompts, reference, references):
-    full = reference("qwen3", prompts[5], 40)
+def test_an_eos_ends_a_row_on_the_device(check_drive, prompts, references):
+    full = references("qwen3", prompts, 40)[5]
     eos = next(token for token in full[5:] if token not in full[:5])
-    driver = make_driver(shared_model("qwen3"), eos_token_id=eos, max_new_tokens=40, num_blocks=64)
-    assert drive(driver, prompts) == references("qwen3", prompts, 40, (eos,))
-    decode = driver.steps[1]
+    decode = check_drive("qwen3", prompts, 40, (eos,), num_blocks=64).steps[1]
     assert decode.num_padding == decode.bucket * decode.num_steps - decode.num_tokens > decode.num_steps
 
 
-def test_a_crowded_cache_shortens_bursts_before_it_evicts(
-    shared_model, make_driver, make_prompts, references
-):
+def test_a_crowded_cache_shortens_bursts_before_it_evicts(check_drive, make_prompts):
     """0.6 of the blocks that all need at full length: every request comes through, most steps still in bursts."""
-    prompts = make_prompts((8,) * 6)
-    driver = make_driver(shared_model("qwen3"), max_new_tokens=57, num_blocks=int(0.6 * 6 * 8))
-    assert drive(driver, prompts) == references("qwen3", prompts, 57)
+    driver = check_drive("qwen3", make_prompts((8,) * 6), 57, num_blocks=int(0.6 * 6 * 8))
     bursts = [step for step in driver.steps if step.bucket is not None]
     assert sum(step.num_steps for step in bursts) > 5 * len(bursts)
     assert any(step.bucket is None and step.kind == "decode" for step in driver.steps), "nobody was evicted"
@@ -91,12 +78,12 @@ def test_a_crowded_cache_shortens_bursts_before_it_evicts(
 
 
 @pytest.mark.parametrize("has_fixed_size", [True, False])
-def test_every_size_is_prepared_once_before_it_runs(
-    shared_model, make_driver, prompts, has_fixed_size, monkeypatch
+def test_every_size_is_prepared_once_for_weights_that_stay(
+    new_model, make_driver, prompts, has_fixed_size, monkeypatch
 ):
     """By the warm-up the largest first; without a cache of a fixed size when it comes."""
-    settings = {"num_blocks": 64} if has_fixed_size else {}
-    driver = make_driver(shared_model("qwen3"), max_requests_per_batch=4, **settings)
+    model, settings = new_model("qwen3"), {"num_blocks": 64} if has_fixed_size else {}
+    driver = make_driver(model, max_requests_per_batch=4, **settings)
     prepared = []
     monkeypatch.setattr(EagerSteps, "prepare", lambda steps, bucket: prepared.append(bucket))
     for _ in range(2):
@@ -105,6 +92,9 @@ def test_every_size_is_prepared_once_before_it_runs(
             assert prepared == [4, 2, 1]
         drive(driver, prompts[:3], max_new_tokens=[20, 5, 30])
         assert prepared == [4, 2, 1]
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    driver.warmup()
+    assert prepared == [4, 2, 1] * 2
 
 
 # What rows write

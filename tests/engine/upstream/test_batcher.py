@@ -10,7 +10,6 @@ from cbexp.engine.decode import Decoder
 from cbexp.engine.requests import RequestBook
 from cbexp.engine.upstream import Batcher
 from cbexp.engine.upstream.build import build_page_pools
-from tests.engine.driving import drive
 from tests.engine.upstream.processors import new_group, settings_for
 
 PAGE = 8
@@ -106,70 +105,56 @@ def test_all_kinds_of_layers_have_their_pages_in_one_tensor(make_processor, fami
 
 # Sharing, in whole drives
 
+SHARING = {"num_blocks": 60, "allow_block_sharing": True}
+
 
 def prefilled(driver):
     return [step.num_tokens for step in driver.steps if step.kind == "prefill"]
 
 
-@pytest.fixture
-def make_sharing(shared_model, make_driver):
-    def make(**settings):
-        settings = {"max_new_tokens": 40, "num_blocks": 60, "allow_block_sharing": True} | settings
-        return make_driver(shared_model("qwen3"), **settings)
-
-    return make
-
-
 @pytest.mark.parametrize("max_burst", [1, 7])
-def test_blocks_that_a_burst_completed_serve_later_prompts(
-    make_sharing, make_prompts, reference, references, max_burst
-):
+def test_blocks_that_a_burst_completed_serve_later_prompts(check_drive, make_prompts, reference, max_burst):
     """Prompts that go on from what another has generated; the burst that ends a request registers none of its own."""
     (start,) = make_prompts((13,))
     made = reference("qwen3", start, 40)
     prompts = [start, [*start, *made[:20]], [*start, *made[:9], 3], [*start, *made[:20]]]
-    driver = make_sharing(max_requests_per_batch=1, max_burst=max_burst)
+    driver = check_drive("qwen3", prompts, 40, max_requests_per_batch=1, max_burst=max_burst, **SHARING)
     for _ in range(2):
-        assert drive(driver, prompts) == references("qwen3", prompts, 40)
         # The prompt's one whole block, which prefill made, and then those of bursts: 33 = 4 * 8 + 1 tokens.
         assert prefilled(driver) == [13, 1, 23 - 16, 1]
+        check_drive("qwen3", prompts, 40, driver=driver)
 
 
-def test_blocks_are_shared_with_a_request_that_still_decodes(
-    make_sharing, make_prompts, reference, references
-):
+def test_blocks_are_shared_with_a_request_that_still_decodes(check_drive, make_prompts, reference):
     (start,) = make_prompts((13,))
-    prompts, limits = [start, [5], [*start, *reference("qwen3", start, 40)[:12]]], [40, 16, 30]
-    driver = make_sharing(max_requests_per_batch=2, max_burst=4)
-    assert drive(driver, prompts, max_new_tokens=limits) == references("qwen3", prompts, limits)
+    prompts = [start, [5], [*start, *reference("qwen3", start, 40)[:12]]]
+    driver = check_drive("qwen3", prompts, [40, 16, 30], max_requests_per_batch=2, max_burst=4, **SHARING)
     assert prefilled(driver) == [14, 1]
 
 
-def test_equal_requests_side_by_side_end_up_on_the_same_blocks(make_sharing, make_prompts, references):
+def test_equal_requests_side_by_side_end_up_on_the_same_blocks(check_drive, make_prompts):
     """Each fills blocks of its own, of which all but one are given back as they are completed: tables change."""
-    prompts, used = make_prompts((13,)) * 3, {}
+    used = {}
     for sharing in (False, True):
-        driver = make_sharing(max_burst=4, allow_block_sharing=sharing)
-        assert drive(driver, prompts) == references("qwen3", prompts, 40)
+        settings = SHARING | {"max_burst": 4, "allow_block_sharing": sharing}
+        driver = check_drive("qwen3", make_prompts((13,)) * 3, 40, **settings)
         used[sharing] = max(step.cache_used_fraction for step in driver.steps)
     assert used[True] < 0.6 * used[False]
 
 
 @pytest.mark.parametrize(("page_size", "shared_blocks"), [(8, 2), (32, 0)])
-def test_forks_share_whole_pages_alone(make_sharing, make_prompts, page_size, shared_blocks):
+def test_forks_share_whole_pages_alone(check_drive, make_prompts, page_size, shared_blocks):
     """Of a prompt of 20 tokens, two pages of 8 and none of 32; then a page of its own for each of four."""
-    driver = make_sharing(page_size=page_size, num_blocks=40, max_new_tokens=2)
-    drive(driver, make_prompts((20,)), num_generations=4)
+    settings = SHARING | {"page_size": page_size}
+    driver = check_drive("qwen3", make_prompts((20,)), 2, num_generations=4, **settings)
     (decode,) = [step for step in driver.steps if step.kind == "decode"]
-    assert decode.cache_used_fraction == pytest.approx((shared_blocks + 4) / 40)
+    assert decode.cache_used_fraction == pytest.approx((shared_blocks + 4) / 60)
 
 
 @torch.no_grad()
-def test_forked_keys_and_values_are_there_when_the_burst_starts(
-    shared_model, make_driver, make_prompts, references, monkeypatch
-):
+def test_forked_keys_and_values_are_there_when_the_burst_starts(check_drive, make_prompts, monkeypatch):
     """Every fork's blocks hold what its parent's do at the moment that the rows are brought up."""
-    driver, seen = make_driver(shared_model("qwen3"), num_blocks=60), []
+    seen = []
 
     def run(decoder, rows, num_steps, original=Decoder.run):
         pool = decoder._buffers.pools["full_attention"]
@@ -181,8 +166,7 @@ def test_forked_keys_and_values_are_there_when_the_burst_starts(
         return original(decoder, rows, num_steps)
 
     monkeypatch.setattr(Decoder, "run", run)
-    prompts = make_prompts((12,))
-    assert drive(driver, prompts, num_generations=4) == references("qwen3", prompts, num_generations=4)
-    parent, *forks = seen[:4]
+    check_drive("qwen3", make_prompts((12,)), num_generations=4, num_blocks=60)
+    parent, *forks = seen[-4:]
     assert parent.flatten(2).any(-1).all()
     assert all(torch.equal(fork, parent) for fork in forks)
