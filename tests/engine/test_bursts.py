@@ -27,11 +27,11 @@ def test_a_stream_equals_generate(check_drive, prompts, family, batch_shape, max
 
 
 def test_bursts_are_as_many_as_predicted(check_drive, make_prompts):
-    """Ten requests of 100 tokens for four rows: three waves, each read at once and then decoded without a stop."""
-    driver = check_drive("qwen3", make_prompts((10,) * 10), 100, max_requests_per_batch=4, num_blocks=200)
+    """Ten requests of 60 tokens for four rows: three waves, each read at once and then decoded without a stop."""
+    driver = check_drive("qwen3", make_prompts((10,) * 10), 60, max_requests_per_batch=4, num_blocks=200)
     assert [(step.kind, step.num_requests, step.num_steps) for step in driver.steps] == [
-        *[("prefill", 4, 1), ("decode", 4, 99)] * 2,
-        *[("prefill", 2, 1), ("decode", 2, 99)],
+        *[("prefill", 4, 1), ("decode", 4, 59)] * 2,
+        *[("prefill", 2, 1), ("decode", 2, 59)],
     ]
     assert sum(step.num_padding for step in driver.steps) == 0
 

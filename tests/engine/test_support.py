@@ -138,7 +138,8 @@ def test_other_versions_are_refused_in_one_line(version):
 
 
 def test_the_driver_checks_the_version_first(monkeypatch):
-    monkeypatch.setattr(transformers, "__version__", "5.25.0")
+    # Importing peft has transformers imported a second time: the driver's own it is.
+    monkeypatch.setattr("cbexp.engine.driver.transformers.__version__", "5.25.0")
     with pytest.raises(UnsupportedTransformersError, match=r"5\.25\.0 is not supported"):
         SyncCBDriver(object())
 

@@ -24,7 +24,7 @@ from transformers.utils.generic import is_flash_attention_requested
 from cbexp.engine import CBSyncConfig, support
 from cbexp.engine.upstream import Batcher, build
 from cbexp.engine.upstream.admission import AdmissionControl
-from tests.engine.upstream.processors import new_group, run_step, submit
+from tests.engine.upstream.processors import new_group, run_step, settings_for, submit
 
 
 def place_of(function):
@@ -207,13 +207,15 @@ def test_one_kind_of_layer_gives_exactly_the_blocks_asked_for(make_processor):
     assert (allocator.read_trash_index, cache.compute_free_capacity()) == (0, 0)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("num_sliding", [1, 2, 4])
 @relied_on_by(build.count_rounding_blocks)
-def test_blocks_to_spare_cover_what_sectors_round_away(make_processor, shared_model, family):
+def test_blocks_to_spare_cover_what_sectors_round_away(new_model, num_sliding):
     """Requests that need n blocks of each kind fit in n and those, whatever n."""
-    num_spare = build.count_rounding_blocks(shared_model(family).config)
+    kinds = ["sliding_attention"] * num_sliding + ["full_attention"] * (5 - num_sliding)
+    model = new_model("gemma3", layer_types=kinds)
+    num_spare = build.count_rounding_blocks(model.config)
     for num_requests in range(1, 12):
-        cache = make_processor(family, num_blocks=num_requests + num_spare).cache
+        cache = build.build_processor(model, settings_for(model, num_blocks=num_requests + num_spare)).cache
         for index in range(num_requests):
             assert cache.can_store_request_tokens(RequestState(str(index), []), 8)
 
