@@ -60,12 +60,13 @@ def test_the_cost_of_eager_steps_does_not_grow_with_the_cache(shared_model, make
     require_no_pass_over_the_cache(driver, model, make_driver)
 
 
+@slow
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
         ("gemma3", {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}),
-        pytest.param("gpt_oss", {"num_hidden_layers": 1}, marks=slow),
-        pytest.param("qwen3_moe", {"num_hidden_layers": 1}, marks=slow),
+        ("gpt_oss", {"num_hidden_layers": 1}),
+        ("qwen3_moe", {"num_hidden_layers": 1}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
