@@ -15,8 +15,8 @@ from cbexp.engine.types import Completion, EngineError, StepInfo
 class RolloutDriver(ABC):
     """Generates completions of prompts, round after round. Not thread-safe; as a context manager it closes itself.
 
-    A driver implements `resolved`, `_drive` and `_request_limits`. `lost_error` is the error of a request that a drive
-    ended without.
+    A driver implements `resolved`, `_drive` and `_request_limits`. `lost_error` is the error of a request that
+    had not ended when its drive did.
     """
 
     lost_error: ClassVar[str]

@@ -55,13 +55,13 @@ class _DecodeCache:
     """What transformers' model code takes for its cache. It holds no state, so a compiled forward guards on none."""
 
     def __init__(self, pages: Sequence[LayerPages], positions: Tensor) -> None:
-        self.pages = pages
+        self._pages = pages
         self._positions = positions
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any]
     ) -> tuple[Tensor, Tensor]:
         """Return the new keys and values as they are; the attention function gets `paged_layer` and `positions`."""
-        kwargs["paged_layer"] = self.pages[layer_idx]
+        kwargs["paged_layer"] = self._pages[layer_idx]
         kwargs["positions"] = self._positions
         return key_states, value_states

@@ -238,9 +238,9 @@ class Batcher:
     def reset(self) -> None:
         """Forget every request and free every block, whatever an interrupted step has left behind.
 
-        Blocks kept for prefix matches go too, since the weights may change before the next drive.
+        Blocks kept for prefix matches go too, since the weights may change before the next drive. The device must have
+        been waited for.
         """
-        self.wait_for_device()
         for _ in range(self._outputs.qsize()):
             self._outputs.get_nowait()
         self._caller_ids.clear()
@@ -260,8 +260,7 @@ class Batcher:
             self._inputs.compute_stream.synchronize()
 
     def close(self) -> None:
-        """Give the cache's memory back to the device; unusable afterwards."""
-        self.wait_for_device()
+        """Give the cache's memory back to the device, which must have been waited for; unusable afterwards."""
         del self._processor, self._scheduler, self._cache, self._inputs
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
