@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,13 +54,25 @@ class DecodeRow:
     blocks: Mapping[str, Sequence[int]]
 
 
-# Of `DecodeBuffers`: one element a row, and what it is for a row without a request.
+class RowValue(NamedTuple):
+    """A value of each row in `DecodeBuffers`: its dtype, and what it is for a row without a request.
+
+    `source` is the field of `DecodeRow` that an upload brings; None: steps alone write it.
+    """
+
+    dtype: torch.dtype
+    unused: float
+    source: str | None = None
+
+
+# By the name of the tensor in `DecodeBuffers`.
 ROW_STATE = {
-    "token_ids": (torch.int64, 0),
-    "positions": (torch.int32, -1),
-    "remaining": (torch.int32, 0),
-    "best_logits": (torch.float32, 0.0),
+    "token_ids": RowValue(torch.int64, 0, "token_id"),
+    "positions": RowValue(torch.int32, -1, "position"),
+    "remaining": RowValue(torch.int32, 0, "remaining"),
+    "best_logits": RowValue(torch.float32, 0.0),
 }
+UPLOADED = {name: value for name, value in ROW_STATE.items() if value.source is not None}
 
 
 @dataclass(frozen=True)
@@ -136,8 +148,8 @@ def allocate_buffers(
         for name, pool in pools.items()
     }
     state = {
-        name: torch.full((max_rows,), fill, dtype=dtype, device=device)
-        for name, (dtype, fill) in ROW_STATE.items()
+        name: torch.full((max_rows,), value.unused, dtype=value.dtype, device=device)
+        for name, value in ROW_STATE.items()
     }
     return DecodeBuffers(
         **state,
@@ -176,7 +188,7 @@ class RowUpload:
     def __init__(self, buffers: DecodeBuffers) -> None:
         self._buffers = buffers
         max_rows, is_cuda = buffers.max_rows, buffers.device.type == "cuda"
-        widths = [1, 1, 1, *(pool.table_width for pool in buffers.pools.values())]
+        widths = [*(1 for _ in UPLOADED), *(pool.table_width for pool in buffers.pools.values())]
         self._host = torch.zeros(max_rows * sum(widths), dtype=torch.int32, pin_memory=is_cuda)
         # On a CPU there is nothing to bring: the buffers are filled from the host memory itself.
         self._staging = torch.zeros_like(self._host, device=buffers.device) if is_cuda else self._host
@@ -189,18 +201,17 @@ class RowUpload:
         if self._staging is not self._host:
             self._staging.copy_(self._host, non_blocking=True)
         buffers = self._buffers
-        targets = [buffers.token_ids, buffers.positions, buffers.remaining, *buffers.block_tables.values()]
+        targets = [*(getattr(buffers, name) for name in UPLOADED), *buffers.block_tables.values()]
         for target, staged in zip(targets, self._staged_sections, strict=True):
             target.copy_(staged.view_as(target))
         buffers.step.zero_()
 
     def _fill(self, rows: Sequence[DecodeRow]) -> None:
-        token_ids, positions, remaining, *tables = self._host_sections
+        values, tables = self._host_sections[: len(UPLOADED)], self._host_sections[len(UPLOADED) :]
         num_rows = len(rows)
-        positions[num_rows:] = -1
-        token_ids[:num_rows, 0] = [row.token_id for row in rows]
-        positions[:num_rows, 0] = [row.position for row in rows]
-        remaining[:num_rows, 0] = [row.remaining for row in rows]
+        for section, value in zip(values, UPLOADED.values(), strict=True):
+            section[:num_rows, 0] = [getattr(row, str(value.source)) for row in rows]
+            section[num_rows:] = value.unused
         for table, (name, pool) in zip(tables, self._buffers.pools.items(), strict=True):
             table[:] = pool.trash_page
             for index, row in enumerate(rows):

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from cbexp.engine.borrow import borrowed_for_inference, exclusive_use
 from cbexp.engine.interrupts import deferring_interrupts
 from cbexp.engine.model_driver import ModelDriver
 from cbexp.engine.requests import PromptGroup, RequestBook, RequestLimits
+from cbexp.engine.sampling import HeadInputs
 from cbexp.engine.settings import check_config, check_count, check_device
 from cbexp.engine.sizing import (
     add_spare_blocks,
@@ -29,6 +31,7 @@ from cbexp.engine.types import CBSyncConfig, EngineError, StepInfo, UnsupportedM
 
 if TYPE_CHECKING:
     from cbexp.engine.decode import Decoder
+    from cbexp.engine.forward import Forward
     from cbexp.engine.upstream import Batcher
 
 
@@ -157,7 +160,7 @@ class SyncCBDriver(ModelDriver):
                     engine.decoder.begin()
                 for group in groups:
                     engine.batcher.submit(group)
-                while (step := _run_step(engine, self._model)) is not None:
+                while (step := _run_step(engine)) is not None:
                     self._report_step(step)
             finally:
                 with deferring_interrupts():
@@ -244,7 +247,7 @@ class SyncCBDriver(ModelDriver):
                 engine.batcher.begin(RequestBook([group]), safety_margin=0.0, num_slots=1)
                 engine.decoder.begin()
                 engine.batcher.submit(group)
-                while _run_step(engine, self._model) is not None:
+                while _run_step(engine) is not None:
                     pass
             except torch.OutOfMemoryError:
                 raise
@@ -283,6 +286,9 @@ class _UpstreamSteps:
     max_rows = 0
     stats: dict[str, Any] = {}  # noqa: RUF012 - always empty
 
+    def __init__(self, forward: Forward) -> None:
+        self._forward = forward
+
     def begin(self) -> None: ...
     def end(self) -> None: ...
     def prepare(self) -> None: ...
@@ -294,8 +300,8 @@ class _UpstreamSteps:
     def timing_batch(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def prefill(self, *_batch: object) -> None:
-        return None
+    def prefill(self, batch: dict[str, Any], num_rows: int) -> Tensor | HeadInputs:
+        return self._forward.prefill(batch, num_rows)
 
     def time_steps(self, *_asked: int) -> list[float]:
         raise EngineError("Decode steps alone can be timed with attn_implementation='cbexp' only.")
@@ -303,17 +309,18 @@ class _UpstreamSteps:
 
 def _build_engine(model: PreTrainedModel, settings: CBSyncConfig, eos_token_ids: tuple[int, ...]) -> _Engine:
     from cbexp.engine.decode import Decoder
+    from cbexp.engine.forward import PlainForward
     from cbexp.engine.upstream import Batcher
 
     batcher = Batcher(model, settings)
     if not settings.has_engine_attention:
-        return _Engine(batcher, _UpstreamSteps())
+        return _Engine(batcher, _UpstreamSteps(PlainForward(model, ())))
     with batcher.on_stream():
         decoder = Decoder(model, batcher.page_pools(), settings, eos_token_ids, batcher.max_positions)
     return _Engine(batcher, decoder)
 
 
-def _run_step(engine: _Engine, model: PreTrainedModel) -> StepInfo | None:
+def _run_step(engine: _Engine) -> StepInfo | None:
     """Run and account for one batch or burst; None when there is nothing to run. Waits for the device.
 
     Prompts go first; then what decodes runs in a burst; a cache that is too full for one step of all its rows takes an
@@ -322,12 +329,12 @@ def _run_step(engine: _Engine, model: PreTrainedModel) -> StepInfo | None:
     batcher, decoder, start_s = engine.batcher, engine.decoder, time.perf_counter()
     with batcher.on_stream():
         if isinstance(decoder, _UpstreamSteps):
-            return batcher.run_batch(model, decoder, "upstream", start_s)
-        step = batcher.run_prefill(model, decoder, start_s)
+            return batcher.run_batch(decoder, "upstream", start_s)
+        step = batcher.run_prefill(decoder, start_s)
         if step is not None:
             return step
         burst = batcher.open_burst(decoder.max_rows, decoder.choose_burst_length)
         if burst is None:
-            return batcher.run_batch(model, decoder, "closed", start_s)
+            return batcher.run_batch(decoder, "closed", start_s)
         token_ids = decoder.run(burst.rows, burst.num_steps)
         return batcher.close_burst(burst, token_ids, decoder.size_for(len(burst.rows)), start_s)

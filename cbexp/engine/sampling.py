@@ -1,17 +1,67 @@
-"""The choice of next tokens from logits, and what happens to the rows of a batch then; graphs can capture it."""
+"""The choice of next tokens, and what happens to the rows of a batch then; graphs can capture it."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from cbexp.engine.buffers import DecodeBuffers
+from cbexp.engine.operators import operator
 
 
-def choose_best(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Id (int64 [rows]) of the largest of logits [rows, vocab_size], of equals the lowest; that logit in float32."""
+class HeadInputs(NamedTuple):
+    """What a language-model head makes logits of: `hidden` [rows, hidden_size], `weight` [vocab_size, hidden_size]."""
+
+    hidden: Tensor
+    weight: Tensor
+
+
+def compute_logits(logits: Tensor | HeadInputs) -> Tensor:
+    """Logits [rows, vocab_size], computed where they are not yet."""
+    return functional.linear(*logits) if isinstance(logits, HeadInputs) else logits
+
+
+def choose(logits: Tensor | HeadInputs) -> tuple[Tensor, Tensor]:
+    """Choose the next token of each row, from logits [rows, vocab_size] or from what makes them.
+
+    Returns the id (int64 [rows]) of the largest logit, of equals the lowest, and that logit in float32. Logits are
+    compared in the model's own dtype: transformers turns them to float32 first, which keeps their order.
+    """
+    if isinstance(logits, HeadInputs):
+        next_ids: Tensor
+        best_logits: Tensor
+        next_ids, best_logits = choose_from_hidden(*logits)
+        return next_ids, best_logits
+    return _choose_best(logits)
+
+
+def _choose_best(logits: Tensor) -> tuple[Tensor, Tensor]:
     next_ids = logits.argmax(dim=-1)
     return next_ids, logits.gather(1, next_ids[:, None])[:, 0].float()
+
+
+def choose_from_hidden_plainly(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """`choose` from the inputs of the head, in plain torch."""
+    return _choose_best(functional.linear(hidden, weight))
+
+
+@operator(choose_from_hidden_plainly)
+def choose_from_hidden(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """As `choose_from_hidden_plainly`. For few rows the head's kernel keeps the best token of each tile alone."""
+    from cbexp.engine.kernels import finish, linear, tiles
+
+    if hidden.shape[0] > tiles.MAX_SKINNY_ROWS:
+        return finish.largest_logit(functional.linear(hidden, weight))
+    tile = tiles.choose_head_tile(hidden.shape[0], hidden.itemsize, tiles.device_limits(hidden.device))
+    return finish.best_token(*linear.head_maxima(hidden, weight, tile))
+
+
+def finish_step(rows: DecodeBuffers, logits: Tensor | HeadInputs) -> None:
+    """Choose the next token of all `rows`, and `advance` them."""
+    advance(rows, *choose(logits))
 
 
 def advance(buffers: DecodeBuffers, next_ids: Tensor, best_logits: Tensor) -> None:

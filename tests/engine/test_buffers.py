@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cbexp.engine.buffers import DecodeRow, PagePool, RowUpload, allocate_buffers
-from cbexp.engine.sampling import advance, choose_best
+from cbexp.engine.sampling import advance, choose
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -81,7 +81,7 @@ def test_without_eos_any_token_goes_on():
 def test_the_best_logit_is_the_first_of_the_largest(dtype):
     nan = float("nan")
     logits = torch.tensor([[1, 3, 3, 2], [-5, -4, -6, -4], [2, nan, 4, 1]], dtype=dtype)
-    next_ids, best_logits = choose_best(logits)
+    next_ids, best_logits = choose(logits)
     assert next_ids.tolist() == [1, 1, 1]
     assert best_logits.dtype == torch.float32
     assert best_logits[:2].tolist() == [3, -4]

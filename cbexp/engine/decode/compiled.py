@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from cbexp.engine.buffers import ROW_STATE, DecodeBuffers
 from cbexp.engine.decode.step import EagerSteps, run_step
-from cbexp.engine.forward import DecodeForward
+from cbexp.engine.forward import Forward
 from cbexp.engine.interrupts import deferring_interrupts
 from cbexp.engine.operators import declare_operators
 from cbexp.engine.types import COMPILE_MODES, EngineError
@@ -43,7 +43,7 @@ class CompiledSteps(EagerSteps):
 
     def __init__(
         self,
-        forward: DecodeForward,
+        forward: Forward,
         buffers: DecodeBuffers,
         mode: str,
         recompile_limit: int | None,
@@ -142,7 +142,7 @@ class GraphTreeSteps(CompiledSteps):
 
     def __init__(
         self,
-        forward: DecodeForward,
+        forward: Forward,
         buffers: DecodeBuffers,
         mode: str,
         recompile_limit: int | None,

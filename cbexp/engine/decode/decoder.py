@@ -20,6 +20,7 @@ from cbexp.engine.decode.step import CompileStats, StepRunner
 from cbexp.engine.decode.timing import DeviceIdle, time_decode_steps
 from cbexp.engine.forward import ForwardChoice
 from cbexp.engine.interrupts import deferring_interrupts
+from cbexp.engine.sampling import HeadInputs
 from cbexp.engine.types import COMPILE_MODES, CBSyncConfig, EngineError
 
 
@@ -131,9 +132,9 @@ class Decoder:
         with self._timing():
             yield
 
-    def prefill(self, batch: dict[str, Any], num_rows: int) -> Tensor | None:
-        """Next tokens of transformers' packed batch by fused kernels; None where the model's own code has to run it."""
-        return self._forward.prefill(batch, num_rows)
+    def prefill(self, batch: dict[str, Any], num_rows: int) -> Tensor | HeadInputs:
+        """Run transformers' packed batch, as `Forward.prefill`."""
+        return self._forward.forward.prefill(batch, num_rows)
 
     def time_steps(self, bucket: int, context: int, num_steps: int, num_bursts: int) -> list[float]:
         """Mean seconds of a step in each of some bursts, as `time_decode_steps`; the cache must be idle."""

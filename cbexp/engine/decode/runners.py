@@ -13,7 +13,7 @@ from torch import nn
 from cbexp.engine.buffers import DecodeBuffers
 from cbexp.engine.decode.compiled import CompiledSteps, GraphTreeSteps
 from cbexp.engine.decode.step import EagerSteps, StepRunner
-from cbexp.engine.forward import DecodeForward
+from cbexp.engine.forward import Forward
 from cbexp.engine.support import require_cpp_compiler
 from cbexp.engine.types import COMPILE_MODES, EngineError
 
@@ -22,7 +22,7 @@ MIN_WARM_RUNS = 2
 
 
 def build_runner(
-    forward: DecodeForward,
+    forward: Forward,
     buffers: DecodeBuffers,
     mode: str,
     *,

@@ -15,8 +15,8 @@ from torch import Tensor
 from cbexp.engine.buffers import DecodeBuffers
 from cbexp.engine.decode.step import StepRunner
 from cbexp.engine.decode.synthetic_rows import SyntheticRows
-from cbexp.engine.forward import DecodeForward
-from cbexp.engine.sampling import advance
+from cbexp.engine.forward import Forward
+from cbexp.engine.sampling import HeadInputs, advance, compute_logits
 from cbexp.engine.types import EngineError
 
 # A mean over fewer rows is mostly noise; the maximum bounds those.
@@ -90,7 +90,7 @@ def _average(results: Collection[SelfCheckResult], means: Sequence[float]) -> fl
 @torch.no_grad()
 def check_bucket(
     runner: StepRunner,
-    forward: DecodeForward,
+    forward: Forward,
     reference: Callable[[Tensor, Tensor], Tensor],
     buffers: DecodeBuffers,
     *,
@@ -113,7 +113,7 @@ def check_bucket(
         logits, cache = check.run_forward(reference, "the reference")
         if not bool(logits.isfinite().all()):
             raise EngineError("The model's own logits are not finite: look at its weights.")
-        own_logits, own_cache = check.run_forward(forward.logits, "the forward")
+        own_logits, own_cache = check.run_forward(forward, "the forward")
         tokens, best_logits, run_cache = check.run_step(runner)
     check.require_known(tokens, vocab_size=logits.shape[-1])
     spacing = _spacing_of_best(logits)
@@ -150,11 +150,11 @@ class _Check:
         self._is_active = torch.tensor([p >= 0 for p in rows.positions], device=buffers.device)
 
     def run_forward(
-        self, logits_of: Callable[[Tensor, Tensor], Tensor], name: str
+        self, forward: Callable[[Tensor, Tensor], Tensor | HeadInputs], name: str
     ) -> tuple[Tensor, list[Tensor]]:
         """The active rows' logits, and what was written to the cache."""
         self.rows.reset()
-        logits = logits_of(self._cut.token_ids, self._cut.positions)[self._is_active]
+        logits = compute_logits(forward(self._cut.token_ids, self._cut.positions))[self._is_active]
         self._require_kept_slots(name)
         return logits, self.rows.read_new()
 

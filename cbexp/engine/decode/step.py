@@ -1,4 +1,4 @@
-"""One decode step over the first rows of the static buffers: forward, then advance. Runs steps as plain calls."""
+"""One decode step over the first rows of the static buffers: a forward, and its end. Runs steps as plain calls."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Protocol
 import torch
 
 from cbexp.engine.buffers import DecodeBuffers
-from cbexp.engine.forward import DecodeForward
-from cbexp.engine.sampling import advance
+from cbexp.engine.forward import Forward
+from cbexp.engine.sampling import finish_step
 
 
 @dataclass
@@ -48,10 +48,9 @@ class StepRunner(Protocol):
         """Drop what was compiled or captured; the runner is unusable afterwards."""
 
 
-def run_step(forward: DecodeForward, rows: DecodeBuffers) -> None:
+def run_step(forward: Forward, rows: DecodeBuffers) -> None:
     """Run one decode step over all of `rows`."""
-    next_ids, best_logits = forward(rows.token_ids, rows.positions)
-    advance(rows, next_ids, best_logits)
+    finish_step(rows, forward(rows.token_ids, rows.positions))
 
 
 @contextmanager
@@ -68,7 +67,7 @@ class EagerSteps:
     # Steps over inactive rows that make a batch size ready.
     num_warm_runs = 0
 
-    def __init__(self, forward: DecodeForward, buffers: DecodeBuffers) -> None:
+    def __init__(self, forward: Forward, buffers: DecodeBuffers) -> None:
         self._forward = forward
         self._buffers = buffers
         self._rows: dict[int, DecodeBuffers] = {}

@@ -71,17 +71,10 @@ class ForwardChoice:
         """Logits of the same step by the model's own code, nothing of it fused."""
         self._projections.remove()
         try:
-            return PlainForward(self._model, self._pages).logits(token_ids, positions)
+            return PlainForward(self._model, self._pages)(token_ids, positions)
         finally:
             if self.fusion == "projections":
                 self._projections.install()
-
-    def prefill(self, batch: dict[str, Any], num_rows: int) -> Tensor | None:
-        """Next tokens of transformers' packed batch, as `LlamaForward.prefill`.
-
-        None where the model's own code has to run the batch.
-        """
-        return self.forward.prefill(batch, num_rows) if isinstance(self.forward, LlamaForward) else None
 
     def describe(self) -> dict[str, Any]:
         """What is fused, as plain JSON values; `fusion_reason` says why not whole layers."""

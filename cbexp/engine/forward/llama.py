@@ -9,13 +9,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import PreTrainedModel
 
 from cbexp.engine.attention import attend_packed, packed_lengths
 from cbexp.engine.buffers import LayerPages
 from cbexp.engine.forward import ops
 from cbexp.engine.forward.projections import find_projection_groups
+from cbexp.engine.sampling import HeadInputs
 
 # Models whose decoder layer is: norm, q/k/v, (norm of each head,) rotary embedding, attention, o, residual; norm, gated
 # SiLU, residual. By their classes: a like name with another order of norms, or a scaled residual, would be wrong.
@@ -128,7 +128,7 @@ Attend = Callable[[Tensor, LlamaLayer, int], Tensor]
 
 
 class LlamaForward:
-    """Implements `DecodeForward` on `model`; `pages` by layer index.
+    """Implements `Forward` on `model`; `pages` by layer index.
 
     Numerics are those of transformers' own code, rounded at the same places, but for the order of sums.
     """
@@ -141,30 +141,15 @@ class LlamaForward:
         self._arrivals = torch.zeros(max_rows * model.num_kv_heads, dtype=torch.int32, device=device)
         torch._dynamo.mark_static_address(self._arrivals)
 
-    def __call__(self, token_ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """As `DecodeForward`."""
-        next_ids: Tensor
-        best_logits: Tensor
-        next_ids, best_logits = ops.best_tokens(self._decode(token_ids, positions), self._model.head)
-        return next_ids, best_logits
+    def __call__(self, token_ids: Tensor, positions: Tensor) -> HeadInputs:
+        """As `Forward`."""
+        hidden = self._run(token_ids, partial(self._attend_paged, positions))
+        return HeadInputs(hidden, self._model.head)
 
-    def logits(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """As `DecodeForward`, in the model's dtype."""
-        return functional.linear(self._decode(token_ids, positions), self._model.head)
-
-    def prefill(self, batch: dict[str, Any], num_rows: int) -> Tensor:
-        """Run transformers' packed batch through its cache; the next token of the first `num_rows` of `logits_indices`.
-
-        `batch`: the keyword arguments that transformers' batching hands to a model, tokens side by side.
-        """
+    def prefill(self, batch: dict[str, Any], num_rows: int) -> HeadInputs:
+        """As `Forward`."""
         hidden = self._run(batch["input_ids"][0], partial(self._attend_packed, batch))
-        ends = batch["logits_indices"][:num_rows]
-        next_ids: Tensor
-        next_ids, _ = ops.best_tokens(hidden[ends], self._model.head)
-        return next_ids
-
-    def _decode(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        return self._run(token_ids, partial(self._attend_paged, positions))
+        return HeadInputs(hidden[batch["logits_indices"][:num_rows]], self._model.head)
 
     def _run(self, token_ids: Tensor, attend_in: Attend) -> Tensor:
         """Final normed hidden states [rows, hidden]."""

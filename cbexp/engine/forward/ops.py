@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.nn import functional
 
 from cbexp.engine.attention import paged_decode_attention
 from cbexp.engine.forward import products, reference
@@ -124,14 +123,3 @@ def project_add_norm(
 def gated_projection(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     """As `reference.gated_projection`."""
     return products.project_gated(x, gate, up)
-
-
-@operator(reference.best_tokens)
-def best_tokens(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """As `reference.best_tokens`."""
-    from cbexp.engine.kernels import finish, linear, tiles
-
-    if x.shape[0] > products.MAX_SKINNY_ROWS:
-        return finish.largest_logit(functional.linear(x, weight))
-    tile = tiles.choose_head_tile(x.shape[0], x.itemsize, tiles.device_limits(x.device))
-    return finish.best_token(*linear.head_maxima(x, weight, tile))

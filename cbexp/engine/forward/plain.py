@@ -1,46 +1,42 @@
-"""One decode step: what every forward of it takes and gives, and the model's own code as one."""
+"""What a forward takes and gives, in a decode step and in a batch of prompts; the model's own code as one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from cbexp.engine.buffers import LayerPages
-from cbexp.engine.sampling import choose_best
+from cbexp.engine.sampling import HeadInputs
 
 
-class DecodeForward(Protocol):
-    """The forward of one decode step, without host synchronisation; it changes nothing but the cache's pages."""
+class Forward(Protocol):
+    """Runs a model over the cache's pages, which alone it changes, without host synchronisation.
 
-    def __call__(self, token_ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Next token ids int64 [rows] and their logits float32 [rows].
+    It gives logits [rows, vocab_size] in the model's dtype, or what the head makes them of.
+    """
 
-        For token ids int64 [rows] at positions int32 [rows] (-1: inactive row).
+    def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor | HeadInputs:
+        """Run a decode step: token ids int64 [rows] at positions int32 [rows] (-1: inactive row)."""
+
+    def prefill(self, batch: dict[str, Any], num_rows: int) -> Tensor | HeadInputs:
+        """Run transformers' packed batch, for the logits of the first `num_rows` of its `logits_indices`.
+
+        `batch`: the keyword arguments that transformers' batching hands to a model, tokens side by side.
         """
-
-    def logits(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """The same step's logits [rows, vocab_size]."""
 
 
 class PlainForward:
-    """Implements `DecodeForward` by unchanged model code, which must run the engine's attention; `pages` by layer."""
+    """Implements `Forward` by unchanged model code; decode steps need the engine's attention, and `pages` by layer."""
 
-    def __init__(self, model: nn.Module, pages: Sequence[LayerPages]) -> None:
+    def __init__(self, model: PreTrainedModel, pages: Sequence[LayerPages]) -> None:
         self.model = model
         self.pages = pages
 
-    def __call__(self, token_ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """As `DecodeForward`.
-
-        The largest logit wins, the first among equals, as in transformers. It is chosen in the model's own dtype:
-        transformers turns logits to float32 first, which keeps their order.
-        """
-        return choose_best(self.logits(token_ids, positions))
-
-    def logits(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """As `DecodeForward`, in the model's dtype."""
+    def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """As `Forward`."""
         output = self.model(
             input_ids=token_ids[:, None],
             position_ids=positions.clamp(min=0).long()[:, None],
@@ -49,6 +45,13 @@ class PlainForward:
             use_cache=False,
         )
         return cast(Tensor, output.logits[:, -1])
+
+    def prefill(self, batch: dict[str, Any], num_rows: int) -> Tensor:
+        """As `Forward`, with the attention that the model has."""
+        ends = batch["logits_indices"][:num_rows]
+        if cast(Any, self.model)._supports_logits_to_keep():
+            return cast(Tensor, self.model(**batch, logits_to_keep=ends).logits[0])
+        return cast(Tensor, self.model(**batch).logits[0, ends])
 
 
 class _DecodeCache:

@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from cbexp.engine.forward.reference import joint_linear
+from cbexp.engine.kernels import tiles
 
-# Rows up to which the engine's kernels are the faster ones.
-MAX_SKINNY_ROWS = 64
 # The distance in memory between two weights of one batched product is a multiple of so many bytes.
 ALIGNMENT = 16
 
@@ -26,11 +25,11 @@ def project(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> l
     The sum of the parts is the product. There are several, in float32, where the columns of x are split; else one.
     x [rows, in_features], weights and biases as in `reference.joint_linear`, all contiguous.
     """
-    from cbexp.engine.kernels import linear, tiles
+    from cbexp.engine.kernels import linear
 
     num_rows, sizes = x.shape[0], [weight.shape[0] for weight in weights]
     limits = tiles.device_limits(x.device)
-    if num_rows <= MAX_SKINNY_ROWS:
+    if num_rows <= tiles.MAX_SKINNY_ROWS:
         tile = tiles.choose_split_tile(num_rows, sizes, x.shape[1], x.itemsize, limits)
         return linear.split_linear(x, weights, biases, tile)
     if len(weights) > 1:
@@ -44,9 +43,9 @@ def project(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> l
 def project_whole(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
     """As `project`, but each product as one tensor [rows, out_features] in x's dtype; in float32 by the library."""
     num_rows, sizes = x.shape[0], [weight.shape[0] for weight in weights]
-    if num_rows > MAX_SKINNY_ROWS or x.itemsize != 2:
+    if num_rows > tiles.MAX_SKINNY_ROWS or x.itemsize != 2:
         return joint_linear(x, weights, biases)
-    from cbexp.engine.kernels import linear, tiles
+    from cbexp.engine.kernels import linear
 
     tile = tiles.choose_split_tile(num_rows, sizes, x.shape[1], x.itemsize, tiles.device_limits(x.device))
     parts = linear.split_linear(x, weights, biases, replace(tile, splits=1), out_dtype=x.dtype)
@@ -55,9 +54,9 @@ def project_whole(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
 
 def project_gated(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     """`silu(x @ gate.T) * (x @ up.T)` [rows, n] of two weights [n, in_features], on a CUDA device."""
-    from cbexp.engine.kernels import linear, tiles
+    from cbexp.engine.kernels import linear
 
-    if x.shape[0] <= MAX_SKINNY_ROWS:
+    if x.shape[0] <= tiles.MAX_SKINNY_ROWS:
         tile = tiles.choose_gated_tile(x.shape[0], x.itemsize, tiles.device_limits(x.device))
         return linear.gate_up_silu(x, gate, up, tile)
     return linear.silu_product(*_project_many_rows(x, [gate, up], []))

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from cbexp.engine.attention import paged_decode_attention
-from cbexp.engine.sampling import choose_best
 
 
 def joint_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
@@ -94,11 +93,6 @@ def project_add_norm(
 def gated_projection(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     """`silu(x @ gate.T) * (x @ up.T)` [rows, n]."""
     return functional.silu(functional.linear(x, gate)) * functional.linear(x, up)
-
-
-def best_tokens(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Id (int64 [rows]) of the largest logit of x [rows, hidden], of equals the lowest, and that logit in float32."""
-    return choose_best(functional.linear(x, weight))
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -32,6 +32,8 @@ def device_limits(device: torch.device) -> DeviceLimits:
 
 # Matrix products
 
+# Rows up to which the products of `linear` are faster than those of the vendor's library.
+MAX_SKINNY_ROWS = 64
 # Programs per multiprocessor below which the inner dimension is split.
 WANTED_PROGRAMS_EACH = 1.2
 MAX_LINEAR_SPLITS = 8

@@ -22,6 +22,7 @@ from transformers.generation.continuous_batching.requests import (
 
 from cbexp.engine.buffers import DecodeRow, PagePool
 from cbexp.engine.requests import PromptGroup, RequestBook
+from cbexp.engine.sampling import HeadInputs, choose
 from cbexp.engine.types import CBSyncConfig, StepInfo, StepKind
 from cbexp.engine.upstream.admission import Admission
 from cbexp.engine.upstream.build import (
@@ -36,13 +37,13 @@ from cbexp.engine.upstream.build import (
 
 
 class RunsPrompts(Protocol):
-    """Who may run a batch of prompts in place of the model's own code."""
+    """Who runs the batches that transformers has put together."""
 
     def timing_batch(self) -> AbstractContextManager[None]:
         """Around a batch's forward."""
 
-    def prefill(self, batch: dict[str, Any], num_rows: int) -> Tensor | None:
-        """Next tokens int64 [num_rows] of transformers' packed batch; None leaves it to the model's own code."""
+    def prefill(self, batch: dict[str, Any], num_rows: int) -> Tensor | HeadInputs:
+        """Logits [num_rows, vocab_size] of transformers' packed batch, or what the head makes them of."""
 
 
 @dataclass(frozen=True)
@@ -130,16 +131,14 @@ class Batcher:
         self._caller_ids.update((child_id(parent_id, i), caller_id) for i, caller_id in enumerate(child_ids))
         self._scheduler.add_waiting_request(build_request_state(group))
 
-    def run_prefill(self, model: PreTrainedModel, runner: RunsPrompts, start_s: float) -> StepInfo | None:
+    def run_prefill(self, runner: RunsPrompts, start_s: float) -> StepInfo | None:
         """Run a batch of prompts alone; None when none is there, or none has a slot and room."""
         self._start_decoding_last_tokens()
         if not self._scheduler.has_prefill_candidates():
             return None
-        return self.run_batch(model, runner, "prefill_only", start_s)
+        return self.run_batch(runner, "prefill_only", start_s)
 
-    def run_batch(
-        self, model: PreTrainedModel, runner: RunsPrompts, admission: Admission, start_s: float
-    ) -> StepInfo | None:
+    def run_batch(self, runner: RunsPrompts, admission: Admission, start_s: float) -> StepInfo | None:
         """Run one batch of transformers' own and record what came of it; None when there is nothing to run."""
         self._scheduler.admission = admission
         if not self._processor.prepare_next_batch():
@@ -147,7 +146,7 @@ class Batcher:
         batch: list[FutureRequestState] = list(self._inputs.requests_in_batch)
         kind, used_fraction = _step_kind(batch), self.cache_used_fraction
         with runner.timing_batch():
-            self._run_forward(model, runner)
+            self._run_forward(runner)
         self._processor.update_batch()
         end_s = time.perf_counter()
         self._book.mark_scheduled(self._to_caller_ids(f.state for f in batch), start_s)
@@ -276,7 +275,7 @@ class Batcher:
                 state.tokens_to_process, state.remaining_prefill_tokens = state.remaining_prefill_tokens, []
                 state.status = RequestStatus.DECODING
 
-    def _run_forward(self, model: PreTrainedModel, runner: RunsPrompts) -> None:
+    def _run_forward(self, runner: RunsPrompts) -> None:
         """Run the prepared batch, of which some rows may have no token.
 
         A parent keeps its last prompt token for its forks. With a one-token prompt, or after a prefix match, that
@@ -289,12 +288,10 @@ class Batcher:
         if num_rows > num_tokens:
             # Upstream clears one index a token and reads one a row: an older batch's would point beyond this one.
             inputs.logits_indices[num_tokens:num_rows].zero_()
-        next_ids = runner.prefill(cast(dict[str, Any], inputs.get_model_kwargs()), num_rows)
-        if next_ids is None:
-            self._processor._generation_step(model)
-        else:
-            inputs.output_ids[0, :num_rows].copy_(next_ids)
-            inputs.retrieve_device_outputs()
+        logits = runner.prefill(cast(dict[str, Any], inputs.get_model_kwargs()), num_rows)
+        next_ids, _ = choose(logits)
+        inputs.output_ids[0, :num_rows].copy_(next_ids)
+        inputs.retrieve_device_outputs()
 
     def _record_outputs(self, end_s: float) -> int:
         """Record requests that transformers' own steps have ended or failed; returns their number."""

@@ -31,7 +31,11 @@ def test_no_operator_is_new_to_the_compiler():
     from torch._inductor.lowering import FALLBACK_ALLOW_LIST
 
     operators = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("cbexp::")}
-    assert {"cbexp::best_tokens", "cbexp::paged_decode_attention"} <= operators <= set(FALLBACK_ALLOW_LIST)
+    assert (
+        {"cbexp::choose_from_hidden", "cbexp::paged_decode_attention"}
+        <= operators
+        <= set(FALLBACK_ALLOW_LIST)
+    )
 
 
 def cpu_seconds(driver):

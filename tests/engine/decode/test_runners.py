@@ -14,7 +14,6 @@ from cbexp.engine.attention import paged_decode_attention
 from cbexp.engine.decode import compiled
 from cbexp.engine.decode.compiled import GraphTreeSteps
 from cbexp.engine.decode.runners import build_runner
-from cbexp.engine.sampling import choose_best
 from cbexp.engine.types import COMPILE_MODES, CompileMode, EngineError
 from tests.engine.decode_fixtures import VOCAB_SIZE, build_buffers, build_pools, set_rows, state_of
 
@@ -35,9 +34,6 @@ class ToyForward:
         self.head = nn.Linear(32, VOCAB_SIZE)
 
     def __call__(self, token_ids, positions):
-        return choose_best(self.logits(token_ids, positions))
-
-    def logits(self, token_ids, positions):
         hidden = self.embedding(token_ids).view(-1, 8, 8) * self.scale
         layer, heads = self.layer, hidden.split([4, 2, 2], dim=1)
         attended = paged_decode_attention(
@@ -47,9 +43,9 @@ class ToyForward:
 
 
 class PrintingForward(ToyForward):
-    def logits(self, token_ids, positions):
+    def __call__(self, token_ids, positions):
         print(token_ids)
-        return super().logits(token_ids, positions)
+        return super().__call__(token_ids, positions)
 
 
 @pytest.fixture
@@ -90,7 +86,7 @@ def test_eager_steps_are_forward_and_advance(buffers, make_runner):
     runner, forward = make_runner("eager"), ToyForward(buffers.layers)
     set_rows(buffers, [3, 9, -1])
     with torch.no_grad():
-        first, _ = forward(buffers.token_ids[:3], buffers.positions[:3])
+        first = forward(buffers.token_ids[:3], buffers.positions[:3]).argmax(-1)
     runner.prepare(3)
     runner.run(3, 2)
     assert buffers.outputs[0].tolist() == [first[0], first[1], -1] + [-1] * 6
@@ -106,7 +102,7 @@ def test_a_step_leaves_the_logits_of_its_tokens_behind(buffers, make_runner, mod
     set_rows(buffers, POSITIONS[:bucket])
     is_active, address = buffers.positions[:bucket] >= 0, buffers.best_logits.data_ptr()
     with torch.no_grad():
-        logits = forward.logits(buffers.token_ids[:bucket], buffers.positions[:bucket])
+        logits = forward(buffers.token_ids[:bucket], buffers.positions[:bucket])
     runner.run(bucket, 1)
     torch.testing.assert_close(buffers.best_logits[:bucket][is_active], logits.amax(-1)[is_active])
     assert not buffers.best_logits[bucket:].any()

@@ -14,8 +14,9 @@ from cbexp.engine.decode.self_check import (
     check_bucket,
     summarize_errors,
 )
+from cbexp.engine.decode.step import run_step
 from cbexp.engine.forward import PlainForward
-from cbexp.engine.sampling import advance
+from cbexp.engine.sampling import advance, choose
 from cbexp.engine.types import EngineError
 from tests.engine.decode_fixtures import (
     VOCAB_SIZE,
@@ -48,12 +49,10 @@ class Setting:
         self.model, self.buffers, self.forward = model, buffers, PlainForward(model, buffers.layers)
 
     def right_step(self, rows):
-        advance(rows, *self.forward(rows.token_ids, rows.positions))
+        run_step(self.forward, rows)
 
-    def check(self, bucket=6, *, step=right_step, logits=None, tolerance=None):
-        """`step(setting, rows of the bucket)` runs a step; `logits(token_ids, positions)` is the eager forward."""
-        forward = copy.copy(self.forward)
-        forward.logits = logits or self.forward.logits
+    def check(self, bucket=6, *, step=right_step, forward=None, tolerance=None):
+        """`step(setting, rows of the bucket)` runs a step; `forward` is the eager one."""
 
         class Runner:
             def run(_, bucket, num_steps):  # noqa: N805
@@ -61,7 +60,7 @@ class Setting:
                 step(self, self.buffers.rows(bucket))
 
         asked = {"bucket": bucket, "mode": "some_mode", "tolerance": tolerance}
-        return check_bucket(Runner(), forward, self.forward.logits, self.buffers, **asked)
+        return check_bucket(Runner(), forward or self.forward, self.forward, self.buffers, **asked)
 
     def require_fault(self, message, bucket=6, **parts):
         """The check fails with `message`, and everything is as before."""
@@ -120,7 +119,7 @@ def test_rows_are_at_different_positions_on_pages_of_their_own(models, family):
 def test_wrong_logits_of_the_forward_are_named(setting, factor, error):
     setting.require_fault(
         f"log-probabilities differ by up to {error}",
-        logits=lambda *inputs: setting.forward.logits(*inputs) * factor,
+        forward=lambda *inputs: setting.forward(*inputs) * factor,
     )
 
 
@@ -137,7 +136,7 @@ def leaving(change):
     """A right step, but for the logits that it leaves behind: `change` of them."""
 
     def step(setting, rows):
-        next_ids, best_logits = setting.forward(rows.token_ids, rows.positions)
+        next_ids, best_logits = choose(setting.forward(rows.token_ids, rows.positions))
         advance(rows, next_ids, change(best_logits))
 
     return step
@@ -164,7 +163,7 @@ def changing(name):
 
 
 def choose_another_token(setting, rows):
-    next_ids, best_logits = setting.forward(rows.token_ids, rows.positions)
+    next_ids, best_logits = choose(setting.forward(rows.token_ids, rows.positions))
     advance(rows, (next_ids + 1) % VOCAB_SIZE, best_logits)
 
 
@@ -175,14 +174,14 @@ def choose_an_unknown_token(setting, rows):
 def write_no_keys(setting, rows):
     """A bucket that was captured without its cache write would read what the last run left there."""
     kept = rows.layers[1].pages.clone()
-    chosen = setting.forward(rows.token_ids, rows.positions)
+    chosen = choose(setting.forward(rows.token_ids, rows.positions))
     pages = slice(rows.layers[1].page_offset.item(), None, 6)
     rows.layers[1].pages[pages] = kept[pages]
     advance(rows, *chosen)
 
 
 def write_to_the_inactive_rows_slot(setting, rows):
-    chosen = setting.forward(rows.token_ids, rows.positions)
+    chosen = choose(setting.forward(rows.token_ids, rows.positions))
     rows.layers[2].pages[rows.block_tables["full_attention"][5, 0] + 4, 0] = 0.0
     advance(rows, *chosen)
 
@@ -247,9 +246,9 @@ def test_a_step_with_a_right_cache_and_wrong_logits_is_found(wide_setting, part,
     module = model.lm_head if name == "lm_head" else model.model.layers[-1].self_attn
 
     def step(setting, rows):
-        next_ids, _ = forward(rows.token_ids, rows.positions)
+        next_ids = forward(rows.token_ids, rows.positions).argmax(-1)
         hook = module.register_forward_hook(lambda module, args, output: change(output))
-        logits = forward.logits(rows.token_ids, rows.positions)
+        logits = forward(rows.token_ids, rows.positions)
         hook.remove()
         next_ids = next_ids if has_right_tokens else logits.argmax(-1)
         advance(rows, next_ids, logits.gather(1, next_ids[:, None])[:, 0].float())
@@ -264,7 +263,7 @@ def test_a_step_with_a_right_cache_and_wrong_logits_is_found(wide_setting, part,
 
 def test_a_token_as_good_as_the_best_is_no_error(setting):
     def step(setting, rows):
-        values, ids = setting.forward.logits(rows.token_ids, rows.positions).topk(2)
+        values, ids = setting.forward(rows.token_ids, rows.positions).topk(2)
         advance(rows, ids[:, 1], values[:, 1])
 
     loose = Tolerance(mean_logprob=1e-4, max_logprob=100.0, cache=1e-3)

@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from cbexp.engine import EngineError
 from cbexp.engine.forward import ForwardChoice, PlainForward
 from cbexp.engine.forward.llama import LlamaForward
+from cbexp.engine.sampling import choose, compute_logits
 from tests.engine.forward.models import MAX_POSITIONS, CountProducts, build, build_buffers, layer, places
 
 FUSIONS = ["none", "projections", "layers"]
@@ -23,13 +24,13 @@ def model():
     return build("Llama").requires_grad_(False)
 
 
-def choose(model, fusion):
+def choose_forward(model, fusion):
     return ForwardChoice(model, build_buffers(model, 2).layers, fusion, MAX_POSITIONS)
 
 
 @pytest.fixture(params=FUSIONS)
 def choice(request, model):
-    choice = choose(model, request.param)
+    choice = choose_forward(model, request.param)
     assert choice.begin()
     choice.end()
     yield choice
@@ -43,7 +44,7 @@ def test_no_parameter_moves(fusion):
     model = build("Qwen2")
     before, values = places(model), {name: p.clone() for name, p in model.named_parameters()}
     keys = list(model.state_dict())
-    choice = choose(model, fusion)
+    choice = choose_forward(model, fusion)
     for _ in range(2):
         choice.begin()
         assert places(model) == before
@@ -66,10 +67,10 @@ def test_every_forward_says_the_same(choice, model):
         expected = choice.plain_logits(*INPUTS)
     assert count.joint == 0
     with CountProducts() as count:
-        logits = choice.forward.logits(*INPUTS)
+        logits = compute_logits(choice.forward(*INPUTS))
     assert count.joint == (6 if choice.fusion == "projections" else 0)
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=2e-5)
-    next_ids, best_logits = choice.forward(*INPUTS)
+    next_ids, best_logits = choose(choice.forward(*INPUTS))
     assert next_ids.equal(expected.argmax(-1))
     torch.testing.assert_close(best_logits, expected.amax(-1), rtol=1e-5, atol=2e-5)
     assert isinstance(choice.forward, LlamaForward if choice.fusion == "layers" else PlainForward)
@@ -84,12 +85,12 @@ def test_a_second_drive_finds_everything_in_place(choice):
 @torch.no_grad()
 def test_weights_written_in_place_keep_compiled_code_and_are_read(choice, model):
     choice.begin()
-    before = choice.forward.logits(*INPUTS)
+    before = compute_logits(choice.forward(*INPUTS))
     choice.end()
     for parameter in model.parameters():
         parameter.mul_(0.5)
     assert not choice.begin()
-    after = choice.forward.logits(*INPUTS)
+    after = compute_logits(choice.forward(*INPUTS))
     assert not torch.allclose(after, before)
     torch.testing.assert_close(after, choice.plain_logits(*INPUTS), rtol=1e-5, atol=2e-5)
 
@@ -101,7 +102,7 @@ def test_a_reassigned_parameter_voids_compiled_code(choice, model, name):
     module.weight.data = module.weight.data.clone() + 1
     assert choice.begin()
     expected = choice.plain_logits(*INPUTS)
-    torch.testing.assert_close(choice.forward.logits(*INPUTS), expected, rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(compute_logits(choice.forward(*INPUTS)), expected, rtol=1e-5, atol=2e-5)
     assert not choice.begin()
 
 
@@ -126,7 +127,7 @@ def test_a_hook_or_another_forward_voids_compiled_code(choice, model):
 def test_switching_an_adapter_voids_compiled_code(model):
     """A flag of PEFT's moves no parameter."""
     lora = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
-    choice = choose(lora.get_base_model(), "projections")
+    choice = choose_forward(lora.get_base_model(), "projections")
     assert choice.begin()
     assert not choice.begin()
     with lora.disable_adapter():
@@ -155,13 +156,13 @@ def test_compiled_as_one_graph_without_gradients(fusion):
     model = build("Qwen3").requires_grad_(False)
     choice = ForwardChoice(model, build_buffers(model, 6).layers, fusion, MAX_POSITIONS)
     choice.begin()
-    compiled = torch.compile(choice.forward.logits, fullgraph=True)
+    compiled = torch.compile(choice.forward, fullgraph=True)
     for num_rows in (4, 2, 5):
         inputs = torch.arange(num_rows) + 11, torch.zeros(num_rows, dtype=torch.int32)
         for tensor in inputs:
             torch._dynamo.mark_dynamic(tensor, 0)
         with torch._dynamo.config.patch(error_on_recompile=num_rows != 4):
-            logits = compiled(*inputs)
+            logits = compute_logits(compiled(*inputs))
         torch.testing.assert_close(logits, choice.plain_logits(*inputs), rtol=1e-4, atol=1e-4)
     choice.close()
     torch._dynamo.reset()
@@ -180,7 +181,7 @@ def test_a_closed_choice_keeps_no_page_of_the_cache(fusion, model):
 
 
 def test_auto_fuses_nothing_on_a_cpu(model):
-    choice = choose(model, "auto")
+    choice = choose_forward(model, "auto")
     assert choice.fusion == "none"
     assert choice.describe() == {"fusion": "none"}
 
@@ -195,4 +196,4 @@ def test_what_is_fused_is_described(choice):
 def test_layers_are_refused_with_the_reason(model):
     lora = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
     with pytest.raises(EngineError, match=r"fusion='layers' is impossible: .*q_proj"):
-        choose(lora.get_base_model(), "layers")
+        choose_forward(lora.get_base_model(), "layers")

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import cbexp
 from cbexp.dataset.arithmetic import build_questions
 from cbexp.engine.forward import ForwardChoice, PlainForward
-from cbexp.engine.sampling import choose_best
+from cbexp.engine.sampling import choose, compute_logits
 
 FOLDER = Path(cbexp.__file__).parent / "assets" / "tiny"
 
@@ -21,12 +21,15 @@ class BothForwards:
         self._own, self._fused, self._drifts = own, fused, drifts
 
     def __call__(self, token_ids, positions):
-        own = self._own.logits(token_ids, positions).float().log_softmax(-1)
-        fused = self._fused.logits(token_ids, positions).float().log_softmax(-1)
-        chosen, best = choose_best(fused)
+        own = self._own(token_ids, positions).float().log_softmax(-1)
+        fused = compute_logits(self._fused(token_ids, positions)).float().log_softmax(-1)
+        chosen, best = choose(fused)
         drift = (best - own.gather(1, chosen[:, None])[:, 0])[positions >= 0]
         self._drifts.append(drift.abs().cpu())
-        return chosen, best
+        return fused
+
+    def prefill(self, batch, num_rows):
+        return self._fused.prefill(batch, num_rows)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.nn import functional
 
+from cbexp.engine.decode.step import run_step
 from cbexp.engine.forward import PlainForward, ops
-from cbexp.engine.sampling import advance, choose_best
+from cbexp.engine.sampling import HeadInputs, advance, choose, choose_from_hidden, compute_logits
 from tests.engine.forward.models import (
     HEAD_DIM,
     NUM_KV_HEADS,
@@ -90,11 +91,11 @@ def test_decode_steps_equal_the_models_own_code(model):
     for _ in range(num_steps):
         token_ids, positions = own_buffers.token_ids[rows], own_buffers.positions[rows]
         is_active = positions >= 0
-        expected = own.logits(token_ids, positions)
-        logits = fused.logits(fused_buffers.token_ids[rows], fused_buffers.positions[rows])
+        expected = own(token_ids, positions)
+        logits = compute_logits(fused(fused_buffers.token_ids[rows], fused_buffers.positions[rows]))
         torch.testing.assert_close(logits[is_active], expected[is_active], **TOLERANCE)
-        advance(own_buffers, *choose_best(expected))
-        advance(fused_buffers, *fused(fused_buffers.token_ids[rows], fused_buffers.positions[rows]))
+        advance(own_buffers, *choose(expected))
+        run_step(fused, fused_buffers.rows(4))
         best_logits = own_buffers.best_logits[rows][is_active]
         torch.testing.assert_close(fused_buffers.best_logits[rows][is_active], best_logits, **TOLERANCE)
         assert fused_buffers.token_ids.equal(own_buffers.token_ids)
@@ -110,11 +111,11 @@ def test_decode_steps_equal_the_models_own_code(model):
 def test_half_precision_is_as_close_as_the_models_own_code(dtype):
     model = build("Qwen3")
     inputs = torch.tensor([3, 96, 0]), torch.zeros(3, dtype=torch.int32)
-    exact = PlainForward(model, build_buffers(model, 3, 1).layers).logits(*inputs)
+    exact = PlainForward(model, build_buffers(model, 3, 1).layers)(*inputs)
     model.to(dtype)
-    own_error = PlainForward(model, build_buffers(model, 3, 1).layers).logits(*inputs) - exact
+    own_error = PlainForward(model, build_buffers(model, 3, 1).layers)(*inputs) - exact
     buffers = build_buffers(model, 3, 1)
-    logits = fused_forward(model, buffers).logits(*inputs)
+    logits = compute_logits(fused_forward(model, buffers)(*inputs))
     assert logits.dtype == dtype
     assert (logits - exact).abs().mean() <= 1.25 * own_error.abs().mean()
 
@@ -125,12 +126,12 @@ def test_weights_written_in_place_are_read_at_the_next_step():
     inputs = torch.tensor([3, 96]), torch.zeros(2, dtype=torch.int32)
     own_buffers, fused_buffers = (build_buffers(model, 2, 1) for _ in range(2))
     own, fused = PlainForward(model, own_buffers.layers), fused_forward(model, fused_buffers)
-    before = fused.logits(*inputs)
+    before = compute_logits(fused(*inputs))
     for parameter in model.parameters():
         parameter.mul_(0.5)
-    after = fused.logits(*inputs)
+    after = compute_logits(fused(*inputs))
     assert not torch.allclose(before, after)
-    torch.testing.assert_close(after, own.logits(*inputs), **TOLERANCE)
+    torch.testing.assert_close(after, own(*inputs), **TOLERANCE)
     assert_same_pages(fused_buffers, own_buffers)
 
 
@@ -177,14 +178,14 @@ def test_traced_as_one_graph_for_all_batch_sizes():
     plain_buffers, compiled_buffers = (build_buffers(model, 6, 1) for _ in range(2))
     plain, traced = fused_forward(model, plain_buffers), fused_forward(model, compiled_buffers)
     torch._dynamo.reset()
-    compiled = torch.compile(traced.__call__, fullgraph=True, backend=backend)
+    compiled = torch.compile(lambda *inputs: choose(traced(*inputs)), fullgraph=True, backend=backend)
     for num_rows in (2, 3, 6):
         token_ids = torch.arange(num_rows) + 11
         positions = torch.arange(num_rows, dtype=torch.int32) % 2 - 1
         for tensor in (token_ids, positions):
             torch._dynamo.mark_dynamic(tensor, 0)
-        for own, expected in zip(compiled(token_ids, positions), plain(token_ids, positions), strict=True):
-            assert own.equal(expected)
+        expected = choose(plain(token_ids, positions))
+        assert all(map(torch.equal, compiled(token_ids, positions), expected))
     assert len(graphs) == 1
     assert_same_pages(compiled_buffers, plain_buffers)
     targets = [node.target for node in graphs[0].graph.nodes if node.op == "call_function"]
@@ -207,7 +208,6 @@ OPERATORS = {
     "attend_new_token": (*ROTATED, EPS, *PAGES, *OFFSET_AND_ARRIVALS, 0.25, 0),
     "project_add_norm": (X, randn(HIDDEN, HIDDEN), NORM, X, NORM, EPS),
     "gated_projection": (X, randn(40, HIDDEN), randn(40, HIDDEN, seed=1)),
-    "best_tokens": (X, randn(97, HIDDEN)),
 }
 
 
@@ -217,12 +217,13 @@ def test_operators_declare_what_they_do(name):
     torch.library.opcheck(getattr(ops, name), OPERATORS[name], test_utils=("test_schema", "test_faketensor"))
 
 
-def test_the_best_logit_is_float32_whatever_the_weights_are():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_best_logit_is_float32_whatever_the_weights_are(dtype):
     # Whole numbers, whose sums no order of summation rounds.
-    x, weight = (tensor.round().bfloat16() for tensor in OPERATORS["best_tokens"])
-    torch.library.opcheck(ops.best_tokens, (x, weight), test_utils=("test_schema", "test_faketensor"))
+    x, weight = X.round().to(dtype), randn(97, HIDDEN).round().to(dtype)
+    torch.library.opcheck(choose_from_hidden, (x, weight), test_utils=("test_schema", "test_faketensor"))
     logits = functional.linear(x, weight)
-    next_ids, best_logits = ops.best_tokens(x, weight)
+    next_ids, best_logits = choose(HeadInputs(x, weight))
     assert next_ids.equal(logits.argmax(-1))
     assert best_logits.dtype == torch.float32
     assert best_logits.equal(logits.float().amax(-1))

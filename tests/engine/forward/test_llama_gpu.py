@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cbexp.engine import sampling
+from cbexp.engine.decode.step import run_step
 from cbexp.engine.forward import PlainForward
-from cbexp.engine.forward.products import MAX_SKINNY_ROWS
+from cbexp.engine.kernels.tiles import MAX_SKINNY_ROWS
+from cbexp.engine.sampling import advance, choose, compute_logits
 from tests.engine.forward import models
 from tests.engine.forward.models import fused_forward
 from tests.engine.graph_capture import capture
@@ -58,7 +59,7 @@ def test_steps_choose_what_the_models_own_code_does(num_rows, is_captured):
     own, fused = PlainForward(model, own_buffers.layers), fused_forward(model, buffers)
 
     def step():
-        sampling.advance(buffers, *fused(buffers.token_ids, buffers.positions))
+        run_step(fused, buffers)
 
     run = capture(step).replay if is_captured else step
     # Rows that are not there have left nothing behind.
@@ -67,7 +68,7 @@ def test_steps_choose_what_the_models_own_code_does(num_rows, is_captured):
     start_rows(buffers)
     for index in range(num_steps):
         is_active = own_buffers.positions >= 0
-        logits = own.logits(own_buffers.token_ids, own_buffers.positions)
+        logits = own(own_buffers.token_ids, own_buffers.positions)
         run()
         chosen = buffers.outputs[index].long()
         assert (chosen >= 0).equal(is_active)
@@ -75,7 +76,7 @@ def test_steps_choose_what_the_models_own_code_does(num_rows, is_captured):
         assert (logits.amax(1) - of_chosen)[is_active].max() < 1e-3
         best_logits = buffers.best_logits[is_active]
         torch.testing.assert_close(best_logits, of_chosen[is_active], rtol=1e-3, atol=1e-3)
-        sampling.advance(own_buffers, chosen.clamp(min=0), of_chosen)
+        advance(own_buffers, chosen.clamp(min=0), of_chosen)
         assert buffers.token_ids.equal(own_buffers.token_ids)
         assert buffers.positions.equal(own_buffers.positions)
     for layer, expected in zip(buffers.layers, own_buffers.layers, strict=True):
@@ -100,11 +101,11 @@ def test_steps_replayed_back_to_back_equal_single_ones(num_rows, dtype):
     forwards = [fused_forward(model, buffers) for buffers in (single, replayed)]
     start_rows(single)
     for _ in range(num_steps):
-        next_ids, best_logits = forwards[0](single.token_ids, single.positions)
+        next_ids, best_logits = choose(forwards[0](single.token_ids, single.positions))
         torch.cuda.synchronize()
-        sampling.advance(single, next_ids, best_logits)
+        advance(single, next_ids, best_logits)
         torch.cuda.synchronize()
-    graph = capture(lambda: sampling.advance(replayed, *forwards[1](replayed.token_ids, replayed.positions)))
+    graph = capture(lambda: run_step(forwards[1], replayed))
     start_rows(replayed)
     for _ in range(num_steps):
         graph.replay()
@@ -122,9 +123,9 @@ def test_steps_replayed_back_to_back_equal_single_ones(num_rows, dtype):
 def test_logits_are_as_close_as_the_models_own(num_rows):
     exact_model = build_model(torch.float32)
     inputs = torch.arange(num_rows, device=DEVICE), torch.zeros(num_rows, dtype=torch.int32, device=DEVICE)
-    exact = PlainForward(exact_model, build_buffers(exact_model, num_rows).layers).logits(*inputs)
+    exact = PlainForward(exact_model, build_buffers(exact_model, num_rows).layers)(*inputs)
     model = build_model(torch.bfloat16)
-    own = PlainForward(model, build_buffers(model, num_rows).layers).logits(*inputs)
-    fused = fused_forward(model, build_buffers(model, num_rows)).logits(*inputs)
+    own = PlainForward(model, build_buffers(model, num_rows).layers)(*inputs)
+    fused = compute_logits(fused_forward(model, build_buffers(model, num_rows))(*inputs))
     own_error, fused_error = ((logits - exact).abs().mean() for logits in (own, fused))
     assert fused_error <= 1.25 * own_error

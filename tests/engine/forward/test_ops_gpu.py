@@ -10,7 +10,7 @@ from cbexp.engine import sampling
 from cbexp.engine.attention import paged_decode_reference
 from cbexp.engine.buffers import allocate_buffers
 from cbexp.engine.forward import ops, products, reference
-from cbexp.engine.forward.products import MAX_SKINNY_ROWS
+from cbexp.engine.kernels.tiles import MAX_SKINNY_ROWS
 from tests.engine.graph_capture import capture
 from tests.engine.kernels.cases import EPS, build_paged_case, randn, rotary_tables
 
@@ -166,7 +166,7 @@ def test_best_token(rows, dtype):
     """Of logits that differ by less than a rounding, any may be chosen."""
     x, weight = tensor(rows, HIDDEN, dtype=dtype), matrix(VOCABULARY, HIDDEN, dtype)
     logits = x.float() @ weight.float().T
-    chosen, values = ops.best_tokens(x, weight)
+    chosen, values = sampling.choose_from_hidden(x, weight)
     of_chosen = logits.gather(1, chosen[:, None])[:, 0]
     assert (logits.amax(1) - of_chosen).max() <= TOLERANCES[dtype]["atol"]
     assert (chosen.dtype, values.dtype) == (torch.int64, torch.float32)
@@ -180,7 +180,7 @@ def test_of_equal_logits_the_lowest_id_wins(rows):
     weight = torch.zeros(32003, 64, device=DEVICE, dtype=torch.bfloat16)
     for ids in ([32002, 17], [63, 64], [4095, 4096], [5, 6, 7]):
         weight.zero_()[ids] = 1.0
-        chosen, values = ops.best_tokens(x, weight)
+        chosen, values = sampling.choose_from_hidden(x, weight)
         assert (chosen.tolist(), values.tolist()) == ([min(ids)] * rows, [64.0] * rows)
 
 
@@ -194,7 +194,7 @@ def test_nan_of_one_row_stays_there(rows):
 
     def run(x):
         return [
-            *ops.best_tokens(x, head),
+            *sampling.choose_from_hidden(x, head),
             ops.gated_projection(x, gate, up),
             *ops.project_add_norm(x, down, None, residual, norm, EPS),
             *ops.joint_linear(x, [gate, up], []),

@@ -20,7 +20,6 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from cbexp.engine.buffers import allocate_buffers  # noqa: E402
 from cbexp.engine.forward import products  # noqa: E402
-from cbexp.engine.forward.products import MAX_SKINNY_ROWS  # noqa: E402
 from cbexp.engine.kernels import (  # noqa: E402
     finish,
     heads,
@@ -32,6 +31,7 @@ from cbexp.engine.kernels import (  # noqa: E402
     rotated_attention,
     tiles,
 )
+from cbexp.engine.kernels.tiles import MAX_SKINNY_ROWS  # noqa: E402
 
 # Compute capability -> shared memory in KiB that one program may take (CUDA programming guide, compute capabilities).
 SHARED_KIB = {70: 96, 75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}

@@ -7,6 +7,7 @@ import torch
 from transformers.generation.continuous_batching.requests import RequestState
 
 from cbexp.engine.decode import Decoder
+from cbexp.engine.forward import PlainForward
 from cbexp.engine.requests import RequestBook
 from cbexp.engine.upstream import Batcher
 from cbexp.engine.upstream.build import build_page_pools
@@ -16,13 +17,16 @@ PAGE = 8
 
 
 class ModelsOwnCode:
-    """A `RunsPrompts` that leaves every batch to the model."""
+    """A `RunsPrompts` by the model's own code."""
+
+    def __init__(self, model):
+        self.forward = PlainForward(model, ())
 
     def timing_batch(self):
         return torch.no_grad()
 
     def prefill(self, batch, num_rows):
-        return None
+        return self.forward.prefill(batch, num_rows)
 
 
 @pytest.fixture
@@ -39,7 +43,7 @@ def start(shared_model):
         batcher.begin(RequestBook(groups), safety_margin=0.0, num_slots=8)
         for group in groups:
             batcher.submit(group)
-        assert batcher.run_prefill(model, ModelsOwnCode(), time.perf_counter()).num_requests == len(groups)
+        assert batcher.run_prefill(ModelsOwnCode(model), time.perf_counter()).num_requests == len(groups)
         return batcher
 
     return start

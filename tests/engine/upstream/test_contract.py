@@ -111,7 +111,7 @@ NAMES = [
         ("cache", "scheduler", "inputs_and_outputs", "output_router.output_queue"),
     ),
     (Batcher.__init__, "processor", ("cache.num_blocks", "cache.max_tokens_read")),
-    (Batcher.run_batch, "processor", ("prepare_next_batch", "update_batch", "_generation_step")),
+    (Batcher.run_batch, "processor", ("prepare_next_batch", "update_batch")),
     (Batcher._run_forward, "inputs", ("num_q_tokens", "num_request_in_batch", "logits_indices")),
     (Batcher._run_forward, "inputs", ("get_model_kwargs", "output_ids", "retrieve_device_outputs")),
     (Batcher.partial_completions, "inputs", ("requests_in_batch",)),
