@@ -44,18 +44,16 @@ class ForwardChoice:
         weights that were written in place keep everything valid.
         """
         self._projections.remove()
-        self.fusion = resolve_fusion(self._model, self._asked)
-        state = (self.fusion, *_code_states(self._model), *_addresses(self._model))
-        if self.fusion != "none":
-            self._projections.find()
+        state = (*_code_states(self._model), *_addresses(self._model))
+        is_void = state != self._state
+        if is_void:
+            self._state = None  # should one of these fail, the next drive does them again
+            self.fusion = resolve_fusion(self._model, self._asked)
+            self.forward = self._build_forward()
+            self._state = state
         if self.fusion == "projections":
             self._projections.install()
-        if state == self._state:
-            return False
-        self._state = None  # should building fail, the next drive builds again
-        self.forward = self._build_forward()
-        self._state = state
-        return True
+        return is_void
 
     def end(self) -> None:
         """Give the modules back to the caller. Safe to call twice."""
@@ -79,10 +77,10 @@ class ForwardChoice:
     def describe(self) -> dict[str, Any]:
         """What is fused, as plain JSON values; `fusion_reason` says why not whole layers."""
         facts: dict[str, Any] = {"fusion": self.fusion}
-        if self.fusion != "none":
+        if self.fusion == "projections":
             facts["fused_projections"] = self._projections.describe()
-        if self._asked == "auto" and self.fusion == "projections":
-            facts["fusion_reason"] = why_not_llama(self._model)
+            if self._asked == "auto":
+                facts["fusion_reason"] = why_not_llama(self._model)
         return facts
 
     def _build_forward(self) -> PlainForward | LlamaForward:
@@ -117,11 +115,12 @@ def _addresses(model: PreTrainedModel) -> Iterator[tuple[Any, ...]]:
 
 
 def _code_states(model: PreTrainedModel) -> Iterator[tuple[Any, ...]]:
-    """What decides of the modules' forwards besides tensors: hooks, replaced forwards, adapters and their factors.
+    """What decides of the modules' forwards besides tensors: classes, hooks, other forwards, adapters, their factors.
 
     The compiler guards on no hook, and a captured graph on nothing.
     """
     for name, module in model.named_modules():
+        yield name, type(module)
         hooks = (*module._forward_pre_hooks.items(), *module._forward_hooks.items())
         if hooks or "forward" in vars(module):
             yield name, *((key, id(hook)) for key, hook in hooks), id(vars(module).get("forward"))

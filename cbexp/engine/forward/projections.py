@@ -42,12 +42,9 @@ class ProjectionFusion:
         self._skipped: dict[str, str] = {}
         self._installed = ExitStack()
 
-    def find(self) -> None:
-        """Look for the projections as they are now; none may be installed."""
-        self._groups, self._skipped = find_projection_groups(self._model)
-
     def install(self) -> None:
-        """Take over the forwards of what `find` has found."""
+        """Take over the forwards of the projections as they are now; none may be installed."""
+        self._groups, self._skipped = find_projection_groups(self._model)
         with ExitStack() as undo:
             for group in self._groups.values():
                 _install_group(group, undo)

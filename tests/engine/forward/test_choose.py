@@ -106,6 +106,14 @@ def test_a_reassigned_parameter_voids_compiled_code(choice, model, name):
     assert not choice.begin()
 
 
+def test_another_activation_voids_compiled_code(model):
+    choice = choose_forward(model, "projections")
+    choice.begin()
+    choice.end()
+    layer(model, 1).mlp.act_fn = torch.nn.GELU()
+    assert choice.begin()
+
+
 def test_a_buffer_that_moves_voids_compiled_code(choice, model):
     model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq.clone()
     assert choice.begin()
@@ -189,7 +197,7 @@ def test_auto_fuses_nothing_on_a_cpu(model):
 def test_what_is_fused_is_described(choice):
     choice.begin()
     facts = {"num_fused": 6, "num_skipped": 0, "skipped": {}}
-    expected = {} if choice.fusion == "none" else {"fused_projections": facts}
+    expected = {"fused_projections": facts} if choice.fusion == "projections" else {}
     assert choice.describe() == {"fusion": choice.fusion} | expected
 
 

@@ -28,7 +28,6 @@ NUM_GROUPS = 2 * NUM_LAYERS
 @contextmanager
 def fused(model):
     fusion = ProjectionFusion(model)
-    fusion.find()
     fusion.install()
     try:
         yield fusion
@@ -269,9 +268,8 @@ def sharded(model):
 def test_what_would_not_run_is_named(spoil, reason):
     model = build()
     spoil(model)
-    fusion = ProjectionFusion(model)
-    fusion.find()
-    assert re.search(reason, fusion.describe()["skipped"]["model.layers.0.mlp.gate_proj+up_proj"])
+    with fused(model) as fusion:
+        assert re.search(reason, fusion.describe()["skipped"]["model.layers.0.mlp.gate_proj+up_proj"])
 
 
 def tied(model):

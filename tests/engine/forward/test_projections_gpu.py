@@ -30,7 +30,6 @@ def installed():
 
     def install(model):
         fusions.append(ProjectionFusion(model))
-        fusions[-1].find()
         fusions[-1].install()
         return fusions[-1]
 
