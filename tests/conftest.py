@@ -35,4 +35,8 @@ def pytest_collection_modifyitems(items):
 
     if not torch.cuda.is_available():
         for item in gpu_items:
+            # All that can be checked of it here; a skipped test does not look for its fixtures.
+            unknown = set(item.fixturenames) - {"request", *item._fixtureinfo.name2fixturedefs}
+            if unknown:
+                raise pytest.UsageError(f"{item.nodeid} uses fixtures that do not exist: {sorted(unknown)}")
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
