@@ -25,7 +25,7 @@ _DECODE_STEPS = frozenset(f"compile.{name}" for name in STEP_SETTINGS)
 _COMPILER = frozenset(("compile.recompile_limit",))
 _PADDING = frozenset(("sampling.pad_token_id",))
 _WORKER = frozenset(f"driver.{name}" for name in ("python", "pythonpath", "start_timeout_s", "request_times"))
-_NO_PADDING = {"sampling": "which pads no prompt"}
+_NO_PADDING = {"sampling.pad_token_id": "which pads no prompt"}
 
 
 class OwnProcess(Protocol):

@@ -57,7 +57,7 @@ class DecodeRow:
 class RowValue(NamedTuple):
     """A value of each row in `DecodeBuffers`: its dtype, and what it is for a row without a request.
 
-    `source` is the field of `DecodeRow` that an upload brings; None: steps alone write it.
+    `source` is the field of `DecodeRow` that an upload brings, a whole number of 32 bits; None: steps alone write it.
     """
 
     dtype: torch.dtype
@@ -121,6 +121,12 @@ class DecodeBuffers:
     def state(self) -> list[Tensor]:
         """What a step changes, but for the cache."""
         return [*(getattr(self, name) for name in ROW_STATE), self.outputs, self.step]
+
+    def clear(self) -> None:
+        """Leave no row active, each without a request."""
+        for name, value in ROW_STATE.items():
+            getattr(self, name).fill_(value.unused)
+        self.step.zero_()
 
     @contextmanager
     def saved(self) -> Iterator[None]:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class SyncCBDriver(ModelDriver):
-    """Generates greedily with the caller's own model object; implements `RolloutDriver`. Not thread-safe.
+    """Generates with the caller's own model object; implements `RolloutDriver`. Not thread-safe.
 
     Drivers may share a model, one drive at a time. A drive that another thread starts meanwhile is refused, with its
     requests still queued. A drive that the first one's `on_step` starts runs at once, inside of it.
@@ -45,9 +45,8 @@ class SyncCBDriver(ModelDriver):
     in the caller's hands, weights included: no keys or values outlive a drive. Of `generation_config` (default: the
     model's own) only `max_new_tokens`, `eos_token_id` and `pad_token_id` count, and `config` goes before it.
 
-    Greedy means what it means to `generate`: the first of the largest logits, and a NaN counts as the largest. Logits
-    that are not finite are refused by the self-check alone, which looks at the model once for each batch size, and only
-    where steps are compiled, captured or fused.
+    Tokens are chosen as `sampling.choose` says. Logits that are not finite are refused by the self-check alone, which
+    looks at the model once for each batch size, and only where steps are compiled, captured or fused.
 
     Raises at construction: `UnsupportedTransformersError`, `UnsupportedModelError`, `CacheMemoryError`, `EngineError`
     for a setting that is not available yet, `ValueError` for an impossible one, `TypeError` for one of another type.
@@ -240,7 +239,7 @@ class SyncCBDriver(ModelDriver):
             fusion="none",
             self_check=False,
         )
-        group = PromptGroup(("probe",), (0,), 2, (), time.perf_counter())
+        group = PromptGroup(range(1), (0,), 2, (), time.perf_counter())
         with self._borrowed():
             engine = _build_engine(self._model, settings, ())
             try:

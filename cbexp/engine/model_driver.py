@@ -40,11 +40,7 @@ class ModelDriver(RolloutDriver):
             "attn_implementation": self._model.config._attn_implementation,
             "dtype": str(self._model.dtype).removeprefix("torch."),
             "device": str(self._model.device),
-            "do_sample": False,
-            "max_new_tokens": self._decoding.max_new_tokens,
-            "eos_token_ids": list(self._decoding.eos_token_ids),
-            "pad_token_id": self._decoding.pad_token_id,
-        }
+        } | self._decoding.describe()
 
     def _request_limits(self) -> RequestLimits:
         return RequestLimits(

@@ -21,13 +21,21 @@ class RequestLimits:
 
 @dataclass(frozen=True)
 class PromptGroup:
-    """A prompt with the ids of its generations and their common limits; `submitted_s` on the perf_counter clock."""
+    """A prompt with the numbers of its generations and their common limits; `submitted_s` on the perf_counter clock.
 
-    request_ids: tuple[str, ...]
+    Numbers count the requests of a driver's life.
+    """
+
+    numbers: range
     prompt_ids: tuple[int, ...]
     max_new_tokens: int
     eos_token_ids: tuple[int, ...]
     submitted_s: float
+
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        """What callers know the generations by."""
+        return tuple(f"req_{number}" for number in self.numbers)
 
     @property
     def num_stored_tokens(self) -> int:
@@ -80,7 +88,7 @@ class RequestQueue:
         first = self._num_requests
         self._num_requests += num_generations
         return PromptGroup(
-            request_ids=tuple(f"req_{i}" for i in range(first, self._num_requests)),
+            numbers=range(first, self._num_requests),
             prompt_ids=prompt_ids,
             max_new_tokens=max_new_tokens,
             eos_token_ids=self._eos_token_ids,

@@ -27,8 +27,9 @@ def compute_logits(logits: Tensor | HeadInputs) -> Tensor:
 def choose(logits: Tensor | HeadInputs) -> tuple[Tensor, Tensor]:
     """Choose the next token of each row, from logits [rows, vocab_size] or from what makes them.
 
-    Returns the id (int64 [rows]) of the largest logit, of equals the lowest, and that logit in float32. Logits are
-    compared in the model's own dtype: transformers turns them to float32 first, which keeps their order.
+    Greedy, as in `generate`: returns the id (int64 [rows]) of the largest logit, of equals the lowest, and that logit
+    in float32. A NaN counts as the largest. Logits are compared in the model's own dtype: transformers turns them to
+    float32 first, which keeps their order.
     """
     if isinstance(logits, HeadInputs):
         next_ids: Tensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -43,6 +43,10 @@ class DecodingSettings:
     max_new_tokens: int | None
     eos_token_ids: tuple[int, ...]
     pad_token_id: int | None
+
+    def describe(self) -> dict[str, Any]:
+        """As they run, as plain JSON values."""
+        return {"do_sample": False} | asdict(self) | {"eos_token_ids": list(self.eos_token_ids)}
 
 
 def check_config(config: CBSyncConfig) -> None:

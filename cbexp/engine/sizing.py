@@ -25,7 +25,7 @@ def count_blocks_needed(groups: Iterable[PromptGroup], page_size: int, rounding_
 
     Each request takes whole pages; `rounding_blocks` covers rounding to sectors in models with several attention types.
     """
-    blocks = sum(len(g.request_ids) * math.ceil(g.num_stored_tokens / page_size) for g in groups)
+    blocks = sum(len(g.numbers) * math.ceil(g.num_stored_tokens / page_size) for g in groups)
     return blocks + rounding_blocks
 
 

@@ -35,6 +35,7 @@ class RunDescription(Record):
     max_new_tokens: int
     has_limits_per_prompt: bool
     is_fixed_length: bool
+    do_sample: bool
     workload_hash: str
 
 

@@ -91,7 +91,7 @@ def summarize_run(
         **_memory(timed),
         "bandwidth_bytes_per_s": None if roofline is None else roofline.bandwidth_bytes_per_s,
         "roofline_fraction": _roofline(timed, timed_requests, roofline),
-        **_determinism(timed, timed_requests),
+        **_determinism(timed, timed_requests, description),
         "settings_without_effect": list(idle),
         "warnings": list(warnings),
     }
@@ -223,12 +223,14 @@ def _roofline(
     return roofline_fraction(inputs.step_bytes(batch, context), inputs.bandwidth_bytes_per_s, step_s)
 
 
-def _determinism(timed: Sequence[RoundRecord], requests: Sequence[RequestRecord]) -> dict[str, Any]:
-    """Whether every timed round gave the same completions; None of a single round, which has none to compare with.
+def _determinism(
+    timed: Sequence[RoundRecord], requests: Sequence[RequestRecord], description: RunDescription
+) -> dict[str, Any]:
+    """Whether every timed round gave the same completions; None of a single round, and where rounds are sampled.
 
     `num_differing_requests`: requests, by their place in the round, whose completions are not all equal.
     """
-    if len(timed) < 2:
+    if len(timed) < 2 or description.do_sample:
         return {"are_rounds_identical": None, "num_differing_requests": None}
     digests: dict[int, list[str]] = {record.round_index: [] for record in timed}
     for request in requests:

@@ -57,7 +57,7 @@ def run_step(forward: Forward, rows: DecodeBuffers) -> None:
 def inactive_rows(buffers: DecodeBuffers) -> Iterator[None]:
     """No row is active in the body; afterwards the state of all rows is what it was."""
     with buffers.saved():
-        buffers.positions.fill_(-1)
+        buffers.clear()
         yield
 
 

@@ -61,12 +61,11 @@ class SyntheticRows:
         The logits left behind become NaN, so that a step which leaves none has none.
         """
         buffers = self._buffers
-        buffers.positions.fill_(-1)
+        buffers.clear()
         buffers.positions[: self.bucket].copy_(torch.tensor(self.positions, dtype=torch.int32))
         buffers.token_ids[: self.bucket].copy_(torch.arange(self.bucket) % NUM_TOKEN_IDS)
         buffers.remaining.fill_(2)
         buffers.best_logits.fill_(math.nan)
-        buffers.step.zero_()
         for seed, slots in enumerate(self._slots):
             slots.write(slots.random(seed))
 

@@ -95,12 +95,11 @@ def time_decode_steps(
 
 def _place_rows(buffers: DecodeBuffers, num_rows: int, first_position: int, num_steps: int) -> None:
     """Put the rows where a burst starts."""
+    buffers.clear()
     buffers.token_ids[:num_rows].copy_(torch.arange(num_rows))
-    buffers.positions.fill_(-1)
     buffers.positions[:num_rows].fill_(first_position)
     buffers.remaining[:num_rows].fill_(num_steps + 1)  # no row ends
     buffers.eos_ids.fill_(-1)
-    buffers.step.zero_()
 
 
 def _time_burst(runner: StepRunner, device: torch.device, bucket: int, num_steps: int) -> float:

@@ -126,7 +126,7 @@ class Batcher:
         """Queue a prompt; its generations beyond the first are forked from it once its prompt is in the cache."""
         parent_id, *child_ids = group.request_ids
         # A prompt takes the slots of all its generations at once.
-        self._scheduler.num_slots = max(self._scheduler.num_slots, len(group.request_ids))
+        self._scheduler.num_slots = max(self._scheduler.num_slots, len(group.numbers))
         self._caller_ids[parent_id] = parent_id
         self._caller_ids.update((child_id(parent_id, i), caller_id) for i, caller_id in enumerate(child_ids))
         self._scheduler.add_waiting_request(build_request_state(group))

@@ -182,13 +182,12 @@ def _page_pool(allocator: Any, longest: int, views: dict[tuple[int, ...], Tensor
 
 def build_request_state(group: PromptGroup) -> RequestState:
     """Upstream's request; its forks are made once all of the prompt but its last token is cached."""
-    parent_id, *child_ids = group.request_ids
     return RequestState(
-        request_id=parent_id,
+        request_id=group.request_ids[0],
         initial_tokens=list(group.prompt_ids),
         max_new_tokens=group.max_new_tokens,
         eos_token_id=list(group.eos_token_ids),
-        num_children=len(child_ids),
+        num_children=len(group.numbers) - 1,
     )
 
 
