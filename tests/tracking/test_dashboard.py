@@ -16,7 +16,6 @@ pytest.importorskip("wandb_workspaces", reason="the dashboard needs the extra: p
 wr = pytest.importorskip("wandb_workspaces.reports.v2")
 
 SCRIPT = REPOSITORY / "scripts" / "wandb_dashboard.py"
-CONFIG_GROUPS = {"model", "adapter", "dataset", "sampling", "cache", "compile", "driver"}
 
 
 def load_script() -> ModuleType:
@@ -75,22 +74,13 @@ def test_every_name_is_one_that_a_run_of_the_embedded_model_logs(tmp_path):
     outcome = run_experiment(config, tmp_path / "outputs" / "run", ["num_rounds=2"])
     assert outcome.status == "completed", outcome.message
     logged, names = read_back(outcome.run_dir), names_in_panels()
-    assert len(names["summary"]) > 12
+    assert all(names.values())
     assert names["summary"] <= paths_of(logged.summary)
     assert names["config"] <= paths_of(logged.config)
     assert logged.config["resolved"]["compile_mode"] != "auto"
-    rows = [row for row in logged.history if "wall_s" in row]
-    assert len(rows) == 2
-    assert all(names["history"] <= set(row) for row in rows)
-    assert {rows[0][f"{name}/_type"] for name in names["histograms"]} == {"histogram"}
-
-
-def test_panels_show_every_configuration_group():
-    names = names_in_panels()
-    assert all(names.values())
-    assert WORKSPACE.settings.x_axis in names["history"]
-    assert {name.split(".")[0] for name in dashboard.CHOICES} == CONFIG_GROUPS | {"resolved"}
-    assert set(dashboard.CHOICES) <= names["config"]
+    first, second = (row for row in logged.history if "wall_s" in row)
+    assert names["history"] | {WORKSPACE.settings.x_axis} <= set(first) & set(second)
+    assert {first[f"{name}/_type"] for name in names["histograms"]} == {"histogram"}
 
 
 def test_view_is_saved_as_it_was_built(monkeypatch):
