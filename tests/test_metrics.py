@@ -41,21 +41,16 @@ COMPLETIONS = {
     "c": completion((5, 6), "failed", times=(10.0, None, None, None), error="boom"),
 }
 STEPS = [
-    step("prefill", 100.0, 101.0, num_requests=4, num_tokens=90, num_padding=10, cache_used_fraction=0.2),
-    step("mixed", 101.0, 101.5, num_requests=4, num_tokens=20),
-    step(
-        "decode",
-        102.0,
-        103.0,
-        4,
-        num_tokens=20,
-        num_steps=8,
-        num_padding=12,
-        bucket=4,
-        cache_used_fraction=0.6,
-    ),
-    step("decode", 103.0, 103.5, num_requests=1, num_tokens=2, num_steps=2, num_finished=1),
+    step("prefill", 100.0, 101.0, 4, 90, num_padding=10, cache_used_fraction=0.2),
+    step("mixed", 101.0, 101.5, 4, 20),
+    step("decode", 102.0, 103.0, 4, 20, num_steps=8, num_padding=12, bucket=4, cache_used_fraction=0.6),
+    step("decode", 103.0, 103.5, 1, 2, num_steps=2, num_finished=1),
 ]
+
+
+SHARES = {"prefill_share": 0.2, "mixed_share": 0.1, "decode_share": 0.3}
+SHARES |= {"outside_steps_share": pytest.approx(0.4)}
+SHARES |= {"num_bursts": 2, "steps_per_burst": 5.0, "tokens_per_burst": 11.0}
 
 
 def requests_of(index: int, completions: dict[str, Completion] = COMPLETIONS) -> list[RequestRecord]:
@@ -91,18 +86,14 @@ def one_run(*rounds: tuple[float, list[RequestRecord]], **options: Any) -> dict:
 # Percentiles and spreads
 
 
-@pytest.mark.parametrize(
-    ("percent", "expected"), [(0, 10.0), (25, 20.0), (50, 30.0), (90, 46.0), (99, 49.6), (100, 50.0)]
-)
-def test_percentile_interpolates_between_the_nearest_ranks(percent, expected):
-    assert metrics.percentile([50.0, 10.0, 40.0, 20.0, 30.0], percent) == pytest.approx(expected)
-    assert metrics.percentile([7.0], percent) == 7.0
-
-
-@pytest.mark.parametrize(("values", "percent"), [([], 50), ([1.0], -1), ([1.0], 101)])
-def test_percentile_refuses_what_has_none(values, percent):
-    with pytest.raises(ValueError, match="percent"):
-        metrics.percentile(values, percent)
+def test_percentile_interpolates_between_the_nearest_ranks():
+    values = [50.0, 10.0, 40.0, 20.0, 30.0]
+    found = [metrics.percentile(values, percent) for percent in (0, 25, 50, 90, 99, 100)]
+    assert found == pytest.approx([10.0, 20.0, 30.0, 46.0, 49.6, 50.0])
+    assert metrics.percentile([7.0], 90) == 7.0
+    for values, percent in (([], 50), ([1.0], -1), ([1.0], 101)):
+        with pytest.raises(ValueError, match="percent"):
+            metrics.percentile(values, percent)
 
 
 @pytest.mark.parametrize(
@@ -136,11 +127,6 @@ def test_requests_have_their_times_from_submission_on_and_what_is_missing_is_los
     assert dataclasses.astuple(d) == lost
     (single,) = metrics.summarize_requests(0, {"r": completion((5,))}, ["r"], [None], [4])
     assert (single.tpot_s, single.latency_s) == (None, 4.0)
-
-
-def test_verdicts_must_be_parallel_and_completions_known():
-    with pytest.raises(ValueError, match="zip"):
-        metrics.summarize_requests(0, {}, ["a", "b"], [None], [4, 4])
     with pytest.raises(ValueError, match="not submitted: x"):
         metrics.summarize_requests(0, {"x": completion()}, ["a"], [None], [4])
 
@@ -182,36 +168,25 @@ def test_record_of_a_round():
     def quantiles(*values: float) -> Any:
         return pytest.approx(dict(zip(("mean", "min", "p50", "p90", "p99", "max"), values, strict=True)))
 
-    assert record.pop("steps") == {
+    assert record.pop("steps") == SHARES | {
         "num_steps": 12,
-        "prefill_share": 0.2,
-        "mixed_share": 0.1,
-        "decode_share": 0.3,
-        "outside_steps_share": pytest.approx(0.4),
         "decode_step_s": quantiles(0.15, 0.125, 0.125, 0.25, 0.25, 0.25),  # 8 of 1/8 s, 2 of 1/4 s
         "mean_decode_batch": pytest.approx(22 / 10),  # those still active: tokens a step
         "mean_batch": pytest.approx((4 + 4 + 22) / 12),
         "peak_batch": 4,
         "occupancy": pytest.approx(30 / 48),
         "padding_share": pytest.approx(22 / (132 + 22)),
-        "num_bursts": 2,
-        "steps_per_burst": 5.0,
-        "tokens_per_burst": 11.0,
         "mean_cache_used": pytest.approx((1.0 * 0.2 + 0.5 * 0.5 + 1.0 * 0.6 + 0.5 * 0.5) / 3.0),  # by time
         "peak_cache_used": 0.6,
     }
-    assert record == {
+    counts = {"num_requests": 4, "num_finished": 2, "num_failed": 1, "num_lost": 1}
+    # The tokens of the failed one are discarded, and it is in no rate and no percentile.
+    counts |= {"num_prompt_tokens": 4, "num_output_tokens": 8, "num_discarded_tokens": 2}
+    assert record == counts | {
         "round_index": 0,
         "is_warmup": False,
         "wall_s": 5.0,
-        "num_requests": 4,
-        "num_finished": 2,
-        "num_failed": 1,
-        "num_lost": 1,
         "finish_reasons": {"eos": 1, "length": 1, "failed": 1, "lost": 1},
-        "num_prompt_tokens": 4,
-        "num_output_tokens": 8,
-        "num_discarded_tokens": 2,  # of the failed one, which is in no rate and no percentile
         "output_tokens_per_s": 1.6,
         "total_tokens_per_s": 2.4,
         "requests_per_s": 0.4,
@@ -225,15 +200,6 @@ def test_record_of_a_round():
         "memory": memory.to_dict(),
         "completions_digest": metrics.digest_completions(requests),
     }
-
-
-def test_round_without_steps_verdicts_or_decoding():
-    bare = one_round(0, 1.0, [one_request(verdict=None)])
-    assert (bare.steps, bare.accuracy) == (None, None)
-    prefill = metrics.summarize_steps([step("prefill", 0.0, 1.0)], wall_s=1.0)
-    assert (prefill.decode_step_s, prefill.mean_decode_batch, prefill.tokens_per_burst) == (None,) * 3
-    with pytest.raises(ValueError, match="not after its start"):
-        one_round(0, 0.0, [one_request()])
 
 
 # Runs
@@ -252,64 +218,47 @@ def test_summary_of_a_run():
     roofline = metrics.RooflineInputs(2000.0, lambda batch, context: 100 + batch * context * 10)
     context = metrics.mean_decode_context([request for own in requests[1:] for request in own])
     idle = [{"setting": "x", "value": 1, "reason": "y"}]
-    stats = {"graphs": 9, "replays": 70, "compile_s": 1.5, "device_idle_share": 0.02, "unknown": 1}
+    compiled = {"graphs": 9, "replays": 70, "compile_s": 1.5, "device_idle_share": 0.02}
     flat = [request for own in requests for request in own]
+    durations_s = {"load": 1.5, "warmup": 2.0}
     summary = metrics.summarize_run(
-        DESCRIPTION, rounds, flat, {"load": 1.5, "warmup": 2.0}, roofline, ["be careful"], stats, idle
+        DESCRIPTION, rounds, flat, durations_s, roofline, ["be careful"], compiled | {"unknown": 1}, idle
     )
     json.dumps(summary, allow_nan=False)
     assert summary.pop("roofline_fraction") == pytest.approx((100 + 22 * context) / 2000 / 0.15)
     times = {name: summary.pop(name) for name in ("queue_s", "ttft_s", "tpot_s", "latency_s")}
     assert [times[name]["p50"] for name in times] == [0.75, 1.5, 1.25, 5.0]
-    assert summary.pop("completion_tokens") == {
-        "mean": 4.0, "min": 3, "p50": 4.0, "p90": 5.0, "p99": 5.0, "max": 5,
-    }  # fmt: skip
-    assert summary == {
+    lengths = {"mean": 4.0, "min": 3, "p50": 4.0, "p90": 5.0, "p99": 5.0, "max": 5}
+    assert summary.pop("completion_tokens") == lengths
+
+    def spread(*values: float) -> Any:
+        return dict(zip(("median", "min", "max", "relative_half_range"), values, strict=True))
+
+    for_others = {"n_prompts": 2, "n_decoded_tokens": 8, "decode_tps": 1.6, "peak_memory_gb": 2 * 2**30 / 1e9}
+    counts = {"num_requests": 12, "num_finished": 6, "num_failed": 3, "num_lost": 3, "num_short": None}
+    counts |= {"num_prompt_tokens": 12, "num_output_tokens": 24, "num_judged": 6, "num_correct": 3}
+    assert summary == DESCRIPTION.to_dict() | for_others | counts | SHARES | {
         "status": "completed",
-        **DESCRIPTION.to_dict(),
-        "n_prompts": 2,
-        "n_decoded_tokens": 8,
         "wall_times_s": [5.0, 4.0, 8.0],
         "median_wall_s": 5.0,
-        "decode_tps": 1.6,
-        "peak_memory_gb": 2 * 2**30 / 1e9,
         "num_warmup_rounds": 1,
         "num_rounds": 3,
-        "durations_s": {"load": 1.5, "warmup": 2.0},
-        "wall_s": {"median": 5.0, "min": 4.0, "max": 8.0, "relative_half_range": 0.4},
-        "output_tokens_per_s": {"median": 1.6, "min": 1.0, "max": 2.0, "relative_half_range": 0.3125},
-        "total_tokens_per_s": {"median": 2.4, "min": 1.5, "max": 3.0, "relative_half_range": 0.3125},
-        "requests_per_s": {"median": 0.4, "min": 0.25, "max": 0.5, "relative_half_range": 0.3125},
-        "num_requests": 12,
-        "num_finished": 6,
-        "num_failed": 3,
-        "num_lost": 3,
-        "num_short": None,
+        "durations_s": durations_s,
+        "wall_s": spread(5.0, 4.0, 8.0, 0.4),
+        "output_tokens_per_s": spread(1.6, 1.0, 2.0, 0.3125),
+        "total_tokens_per_s": spread(2.4, 1.5, 3.0, 0.3125),
+        "requests_per_s": spread(0.4, 0.25, 0.5, 0.3125),
         "finish_reasons": {"eos": 3, "length": 3, "failed": 3, "lost": 3},
-        "num_prompt_tokens": 12,
-        "num_output_tokens": 24,
-        "num_judged": 6,
-        "num_correct": 3,
         "accuracy": 0.5,
         "num_steps": 12,
         "decode_step_s": {"mean": 0.15, "p50": 0.125, "p90": 0.25, "p99": 0.25},
-        "prefill_share": 0.2,
-        "mixed_share": 0.1,
-        "decode_share": 0.3,
-        "outside_steps_share": pytest.approx(0.4),
         "occupancy": 0.625,
         "mean_batch": 2.5,
         "padding_share": pytest.approx(1 / 7),
-        "num_bursts": 2,
-        "steps_per_burst": 5.0,
-        "tokens_per_burst": 11.0,
         "mean_cache_used": pytest.approx(1.3 / 3),
         "peak_cache_used": 0.6,
         **dict.fromkeys(metrics.COMPILE_STATS),
-        "graphs": 9,
-        "replays": 70,
-        "compile_s": 1.5,
-        "device_idle_share": 0.02,
+        **compiled,
         "peak_allocated_gib": 2.0,
         "peak_reserved_gib": 4.0,
         "peak_host_gib": 1.0,
@@ -338,13 +287,15 @@ def test_fixed_length_run_reports_requests_below_their_own_limit():
 
 
 def test_what_a_driver_does_not_see_is_none():
-    requests = [one_request()]
+    requests = [one_request(verdict=None)]
     alone = one_run((1.0, requests))
     missing = ("decode_step_s", "decode_share", "peak_cache_used", "are_rounds_identical", "peak_memory_gb")
-    missing += ("roofline_fraction", "bandwidth_bytes_per_s")
+    missing += ("roofline_fraction", "bandwidth_bytes_per_s", "accuracy")
     assert {alone[key] for key in missing} == {None}
     again = one_run((1.0, requests), (1.0, requests))
     assert (again["are_rounds_identical"], again["num_differing_requests"]) == (True, 0)
+    prefill = metrics.summarize_steps([step("prefill", 0.0, 1.0)], wall_s=1.0)
+    assert (prefill.decode_step_s, prefill.mean_decode_batch, prefill.tokens_per_burst) == (None,) * 3
 
 
 def test_step_figures_are_medians_over_rounds():
@@ -363,6 +314,8 @@ def test_run_without_timed_round_or_with_equal_indices_is_refused():
     for rounds, message in (([warmup], "timed round"), ([warmup, timed], "same round_index")):
         with pytest.raises(ValueError, match=message):
             metrics.summarize_run(DESCRIPTION, rounds, [], {}, None, [], {})
+    with pytest.raises(ValueError, match="not after its start"):
+        one_round(0, 0.0, [one_request()])
 
 
 def test_roofline_with_worked_numbers():
