@@ -123,15 +123,15 @@ def test_arithmetic_prompts_come_with_answers_and_follow_the_seed():
 
 
 def test_jsonl_fields_answers_and_blank_lines(tmp_path):
-    rows = ({"q": "A", "a": 4}, "", {"q": "B", "a": "5"})
-    config = jsonl(tmp_path / "rows", *rows, num_prompts=2, verifier="math", answer_field="a")
+    rows = ({"q": "A", "a": 4}, "", {"q": "B", "a": "5 + 2 = <<5+2=7>>7\n#### 1,007"})
+    config = jsonl(tmp_path / "rows", *rows, num_prompts=2, verifier="gsm8k", answer_field="a")
     config.prompt_field = "q"
     file = tmp_path / "rows"
     file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())  # a byte order mark is no part of the first row
     prompts = load(config)
-    assert prompts.answers == ["4", "5"]
+    assert prompts.answers == ["4", "1007"]
     assert prompts.verifier is not None
-    assert prompts.verifier(r"\boxed{5}", "5")
+    assert prompts.verifier("So there are 1007 eggs.", "1007")
 
 
 def test_jsonl_is_shuffled_by_its_seed_before_rows_are_taken(tmp_path):
@@ -155,7 +155,6 @@ GSM8K = {"verifier": "gsm8k", "answer_field": "answer"}
         ("[1]", {}, "line 2 of .*rows holds a JSON list"),
         ({"question": "?", "id": 1}, {}, "line 2 of .*rows has no field 'prompt'. Its fields: question, id"),
         ({"prompt": "  "}, {}, "line 2 of .*rows: its prompt is empty"),
-        ({"prompt": [{"role": "user", "content": ""}]}, {}, "line 2 of .*rows: its prompt is empty"),
         ({"prompt": 3}, {}, "line 2 of .*rows: its prompt is of type int"),
         ({"prompt": ["x"]}, {}, "line 2 of .*rows: a chat message is an object"),
         ({"prompt": [{"role": "user"}]}, {}, "line 2 of .*rows: a chat message needs a role and a content"),
@@ -192,20 +191,17 @@ def test_files_that_cannot_be_read_or_are_too_short_are_explained(tmp_path):
 
 @pytest.fixture(scope="module")
 def hub_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two configurations, as DAPO-Math-17k-Processed has them, in Parquet."""
+    """Two configurations, as DAPO-Math-17k-Processed has them, in Parquet; one has an empty prompt."""
     folder = tmp_path_factory.mktemp("dapo")
-    for language in ("en", "cn"):
-        rows = [
-            {"prompt": f"{language} {i}?", "solution": str(i), "reward_model": {"style": "rule"}}
-            for i in range(40)
-        ]
+    header = "configs:\n"
+    for language, empty in (("en", None), ("cn", 7)):
+        rows = [{"prompt": f"{language} {i}?" if i != empty else "", "solution": str(i)} for i in range(40)]
         (folder / language).mkdir()
         datasets.Dataset.from_list(rows).to_parquet(str(folder / language / "train.parquet"))
-    configs = "\n".join(
-        f"- config_name: {language}\n  data_files:\n  - split: train\n    path: {language}/*.parquet"
-        for language in ("en", "cn")
-    )
-    (folder / "README.md").write_text(f"---\nconfigs:\n{configs}\n---\n")
+        header += (
+            f"- config_name: {language}\n  data_files:\n  - split: train\n    path: {language}/*.parquet\n"
+        )
+    (folder / "README.md").write_text(f"---\n{header}---\n")
     return folder
 
 
@@ -230,37 +226,20 @@ def test_hub_rows_come_in_the_order_of_the_librarys_shuffle(hub_folder):
     assert load(hub(hub_folder, shuffle_seed=None, config_name="cn")).answers == ["0", "1", "2", "3"]
 
 
-def test_gsm8k_answers_are_the_numbers_after_the_mark(tmp_path):
-    rows = [{"question": "Eggs?", "answer": "5 + 2 = <<5+2=7>>7\n#### 1,007"}]
-    (tmp_path / "test.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    fields = {"prompt_field": "question", "answer_field": "answer", "verifier": "gsm8k"}
-    prompts = load(hub(tmp_path, config_name=None, split="test", num_prompts=1, **fields))
-    assert prompts.answers == ["1007"]
-    assert prompts.verifier is not None
-    assert prompts.verifier("So there are 1007 eggs.", "1007")
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"num_prompts": 41}, r"num_prompts=41 are asked for, and dataset .* \(split train\) has 40 rows"),
-        ({"prompt_field": "question"}, "has no field 'question'. Its fields: prompt, solution, reward_model"),
         ({"answer_field": "answer"}, "has no field 'answer'. Its fields: prompt, solution"),
         ({"split": "test"}, 'Unknown split "test"'),
         ({"config_name": "de"}, "'de' not found. Available: .*en"),
+        ({"config_name": "cn", "num_prompts": 40}, "row 7 of dataset .*: its prompt is empty"),  # shuffled
         ({"revision": "v2"}, r"is a folder here and has no revisions: remove revision=v2"),
     ],
 )
 def test_what_a_hub_dataset_lacks_is_named(hub_folder, settings, message):
     with pytest.raises(DatasetError, match=message):
         load(hub(hub_folder, **settings))
-
-
-def test_an_empty_hub_prompt_is_named_by_its_own_row(tmp_path):
-    rows = [{"prompt": str(i) if i != 7 else "", "solution": "1"} for i in range(12)]
-    datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "train.parquet"))
-    with pytest.raises(DatasetError, match=r"row 7 of dataset .*: its prompt is empty"):
-        load(hub(tmp_path, config_name=None, num_prompts=12))
 
 
 FAILURES = {
@@ -298,13 +277,12 @@ def synthetic(**settings: Any) -> DatasetConfig:
     return DatasetConfig(kind="synthetic", name="synthetic", **settings)
 
 
-@pytest.mark.parametrize(("num_prompts", "total"), [(32, 6168), (256, 51013)])
-def test_lengths_are_those_of_the_published_workloads(num_prompts, total):
-    config = synthetic(num_prompts=num_prompts, min_length=100, max_length=300, lengths_seed=3407)
-    prompts = load_prompts(config, None, 150_000, seed=0)
+def test_lengths_are_those_of_the_published_workloads():
+    config = synthetic(num_prompts=256, min_length=100, max_length=300, lengths_seed=3407)
+    lengths = [len(ids) for ids in load_prompts(config, None, 1000, seed=0).prompt_ids]
     rng = random.Random(3407)
-    assert [len(ids) for ids in prompts.prompt_ids] == [rng.randint(100, 300) for _ in range(num_prompts)]
-    assert sum(map(len, prompts.prompt_ids)) == total
+    assert lengths == [rng.randint(100, 300) for _ in range(256)]
+    assert (sum(lengths[:32]), sum(lengths)) == (6168, 51013)
 
 
 def test_ids_follow_the_seed_and_avoid_special_ids():
@@ -323,30 +301,20 @@ def test_ids_follow_the_seed_and_avoid_special_ids():
     assert not needs_tokenizer(config)
 
 
-@pytest.mark.parametrize("text", ["[5, 1, 9, 4]", "5\n1\n9\n4\n"])
-def test_lengths_come_from_a_file(tmp_path, text):
-    (tmp_path / "lengths").write_text(text)
-    config = synthetic(num_prompts=3, lengths_file=str(tmp_path / "lengths"))
-    assert [len(ids) for ids in load(config).prompt_ids] == [5, 1, 9]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (None, "cannot be read: "),
-        ("5\n0\n", "'0' is none"),
-        ("[1, 2.5]", "2.5 is none"),
-        ("[1, ", "no list of lengths"),
-        ("[null]", "no list of lengths"),
-        ("5\n6\n", "num_prompts=3 are asked for, and .* has 2 lengths"),
-    ],
-)
-def test_bad_files_of_lengths_are_explained(tmp_path, text, message):
+def test_lengths_come_from_a_file(tmp_path):
     path = tmp_path / "lengths"
-    if text is not None:
+    config = synthetic(num_prompts=3, lengths_file=str(path))
+    for text in ("[5, 1, 9, 4]", "5\n1\n9\n4\n"):
         path.write_text(text)
-    with pytest.raises(DatasetError, match=message):
-        load(synthetic(num_prompts=3, lengths_file=str(path)))
+        assert [len(ids) for ids in load(config).prompt_ids] == [5, 1, 9]
+    refused = {"5\n0\n": "'0' is none", "[1, 2.5]": "2.5 is none", "[1, ": "no list of lengths"}
+    for text, message in (refused | {"5\n6\n": "num_prompts=3 are asked for, and .* has 2 lengths"}).items():
+        path.write_text(text)
+        with pytest.raises(DatasetError, match=message):
+            load(config)
+    path.unlink()
+    with pytest.raises(DatasetError, match="cannot be read: "):
+        load(config)
 
 
 # Limits of new tokens
@@ -377,40 +345,38 @@ def test_limits_are_one_for_all_or_those_of_a_file(tmp_path):
     assert load_completion_limits(from_file(tmp_path, "[4, 90, 1]")) == [4, 90, 1]
 
 
-@pytest.mark.parametrize("text", ["4 90 1", "{}", "[4, 0, 1]", "[4, 1.5, 2]", "[true, 4, 5]"])
-def test_file_that_is_no_list_of_limits_is_refused(tmp_path, text):
-    with pytest.raises(ConfigError, match=r"sampling.max_new_tokens_file=.*limits.json"):
-        load_completion_limits(from_file(tmp_path, text))
-
-
-def test_file_that_is_not_there_or_has_another_number_of_limits_is_refused(tmp_path):
-    config = experiment(SamplingConfig(max_new_tokens_file=str(tmp_path / "none.json")))
-    with pytest.raises(ConfigError, match=r"none.json.* cannot be read: "):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("4 90 1", "is no JSON"),
+        ("{}", "must be a JSON list of whole numbers"),
+        ("[4, 0, 1]", "must be a JSON list of whole numbers"),
+        ("[true, 4, 5]", "must be a JSON list of whole numbers"),
+        ("[4, 90]", "has 2 limits, and dataset.num_prompts=3"),
+        ("[4, 90, 1, 2]", "has 4 limits, and dataset.num_prompts=3"),
+        (None, "cannot be read: "),
+    ],
+)
+def test_file_that_is_no_list_of_as_many_limits_is_refused(tmp_path, text, message):
+    config = from_file(tmp_path, text or "")
+    if text is None:
+        (tmp_path / "limits.json").unlink()
+    with pytest.raises(ConfigError, match=f"sampling.max_new_tokens_file=.*limits.json {message}"):
         load_completion_limits(config)
-    for num_prompts in (2, 4):
-        with pytest.raises(ConfigError, match=f"has 3 limits, and dataset.num_prompts={num_prompts}"):
-            load_completion_limits(from_file(tmp_path, "[4, 90, 1]", num_prompts))
 
 
-def test_drawn_limits_are_log_normal():
+def test_drawn_limits_are_log_normal_and_fixed_by_their_seed():
     limits = draw_limits(DRAWN, 20_000, seed=1)
     logarithms = [math.log(limit) for limit in limits]
     assert statistics.median(limits) == pytest.approx(600, rel=0.03)
     assert statistics.stdev(logarithms) == pytest.approx(1.0, rel=0.03)
-    assert max(limits) == 8192
-    assert min(limits) >= 1
-    assert (
-        draw_limits(SamplingConfig(max_new_tokens=9, median_new_tokens=5, sigma_new_tokens=0), 4, 0)
-        == [5] * 4
-    )
-
-
-def test_drawn_limits_are_fixed_by_their_seed_and_begin_alike():
-    assert draw_limits(DRAWN, 8, seed=1) == draw_limits(DRAWN, 20, seed=1)[:8]
-    assert draw_limits(DRAWN, 8, seed=1) != draw_limits(DRAWN, 8, seed=2)
+    assert (max(limits), min(limits) >= 1) == (8192, True)
+    constant = SamplingConfig(max_new_tokens=9, median_new_tokens=5, sigma_new_tokens=0)
+    assert draw_limits(constant, 4, 0) == [5] * 4
+    assert draw_limits(DRAWN, 8, seed=1) == limits[:8] != draw_limits(DRAWN, 8, seed=2)
     own = SamplingConfig(max_new_tokens=8192, median_new_tokens=600, new_tokens_seed=5)
     assert load_completion_limits(experiment(own, seed=1)) == load_completion_limits(experiment(own, seed=2))
-    assert load_completion_limits(experiment(DRAWN, seed=1)) == draw_limits(DRAWN, 3, seed=1)
+    assert load_completion_limits(experiment(DRAWN, seed=1)) == limits[:3]
 
 
 def test_plan_counts_every_request_at_its_own_length(tmp_path):
