@@ -11,7 +11,6 @@ from typing import Any
 
 import datasets
 import pytest
-from huggingface_hub.errors import OfflineModeIsEnabled
 
 from cbexp.config import DatasetConfig, ExperimentConfig, ModelConfig, SamplingConfig
 from cbexp.dataset.completion_limits import draw_limits, load_completion_limits
@@ -162,11 +161,7 @@ GSM8K = {"verifier": "gsm8k", "answer_field": "answer"}
         ({"prompt": SYSTEM_CHAT}, {"system_prompt": "S"}, "line 2 of .* its own system message"),
         ({"prompt": "?"}, GSM8K, "line 2 of .*has no field 'answer'. Its fields: prompt"),
         ({"prompt": "?", "answer": None}, GSM8K, r"line 2 .* no answer, and dataset\.verifier=gsm8k"),
-        (
-            {"prompt": "?", "answer": "x"},
-            GSM8K,
-            "verifier=gsm8k cannot use its answer 'x': it holds no number",
-        ),
+        ({"prompt": "?", "answer": "x"}, GSM8K, "gsm8k cannot use its answer 'x': it holds no number"),
     ],
 )
 def test_bad_rows_are_named(tmp_path, row, settings, message):
@@ -242,30 +237,21 @@ def test_what_a_hub_dataset_lacks_is_named(hub_folder, settings, message):
         load(hub(hub_folder, **settings))
 
 
-FAILURES = {
-    "offline": OfflineModeIsEnabled("offline"),
-    "refused": ConnectionError("refused"),
-    "gated": datasets.exceptions.DatasetNotFoundError("Dataset 'org/d' is a gated dataset on the Hub."),
-}
-
-
 @pytest.mark.parametrize(
     ("path", "message"),
     [
         ("./nowhere", "there is no such folder"),
         (".", "cannot be loaded"),
-        ("org/offline", r"the hub cannot be reached. Give a local folder in dataset\.path"),
-        ("org/refused", "the hub cannot be reached"),
-        ("org/gated", "dataset 'org/gated' cannot be loaded: .*is a gated dataset"),
+        ("./torn", "cannot be loaded"),
+        ("org/none", r"the hub cannot be reached. Give a local folder in dataset\.path"),
     ],
 )
 def test_folders_and_hubs_without_a_dataset_are_explained(tmp_path, monkeypatch, path, message):
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise FAILURES[path.removeprefix("org/")]
-
     monkeypatch.chdir(tmp_path)
-    if path.startswith("org/"):
-        monkeypatch.setattr(datasets, "load_dataset", fail)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    if path == "./torn":
+        (tmp_path / "torn").mkdir()
+        (tmp_path / "torn/train.json").write_text('{"prompt": "?"}\n{broken')
     with pytest.raises(DatasetError, match=message):
         load(hub(path, config_name=None))
 
