@@ -63,7 +63,6 @@ def test_every_verdict_in_one_table(compare):
 @pytest.mark.parametrize(
     ("old", "new", "options", "status", "words"),
     [
-        (STEADY, SLOWER, [], REGRESSION, "1 slower"),
         (SLOWER, STEADY, [], OK, "1 faster"),
         (NOISY, NOISY_TOO, [], OK, "1 no clear change"),
         (FLAT, FLAT_AND_SLOWER, [], REGRESSION, "1 slower"),
@@ -83,15 +82,15 @@ def test_two_single_runs_compare_whatever_they_set(compare, old, new, options, s
     assert words in " ".join(output.split())
 
 
-@pytest.mark.parametrize("key", SETTINGS_OUTSIDE_A_CELL)
-def test_cells_are_paired_whatever_their_settings_that_are_no_part_of_them(make_run, compare, key):
+def test_cells_are_paired_whatever_their_settings_that_are_no_part_of_them(make_run, compare):
     for side in ("old", "new"):
         for seed in ("seed=1", "seed=2"):
-            make_run(f"{side}/{seed}", [seed, f"{key}={side}_{seed[-1]}"])
+            outside = [f"{key}={side}_{seed[-1]}" for key in SETTINGS_OUTSIDE_A_CELL]
+            make_run(f"{side}/{seed}", [seed, *outside])
     status, output = compare({}, {})
     assert status == OK
     assert "no regression: 2 no clear change" in output
-    assert key not in output
+    assert not any(f"{key}=" in output for key in SETTINGS_OUTSIDE_A_CELL)
 
 
 def test_runs_that_cannot_be_paired_are_refused_by_name(make_run, compare):
