@@ -9,10 +9,13 @@ import pytest
 import wandb
 import yaml
 
-from cbexp.config import SweepInfo, TrackingConfig
+from cbexp.cli.command_line import conf_dir
+from cbexp.cli.composer import parse_arguments, register_job_folder
+from cbexp.cli.preflight import check_command
+from cbexp.config import SweepInfo, TrackingConfig, register_schema
 from cbexp.errors import ConfigError
 from cbexp.report import load_runs, run_rows
-from cbexp.tracking import log_sweep, start_tracking
+from cbexp.tracking import OBJECTIVE, log_sweep, start_tracking
 from cbexp.tracking.identity import find_cell_run_id
 from tests.tracking.wandb_fixtures import REPOSITORY, a_round, a_summary, lose_server, read_back
 
@@ -108,6 +111,30 @@ def test_job_of_an_agent_joins_its_run(run_dir, sweep_folder, monkeypatch):
     assert found.summary["objective"] == 100.0
     with pytest.raises(ConfigError, match="a W&B agent runs one configuration at a time"):
         start_cell(make_cell(sweep_folder, 0))
+
+
+def test_what_the_sweep_file_tries_composes_to_just_that():
+    """The search is for the objective under a memory limit; as few choices as have each value of each setting."""
+    sweep = yaml.safe_load((REPOSITORY / "scripts" / "wandb_sweep.yaml").read_text())
+    assert (sweep["method"], sweep["metric"]) == ("bayes", {"name": OBJECTIVE, "goal": "maximize"})
+    *_, module, program = sweep["command"][:4]
+    assert (module, program, sweep["command"][-1]) == ("-m", "cbexp", "${args_no_hyphens}")
+    values = {name: parameter["values"] for name, parameter in sweep["parameters"].items()}
+    # wandb adds them to a run's configuration by these names: a group's name would take the place of the group.
+    assert all("." in name for name in values)
+    register_schema()
+    register_job_folder()
+    for i in range(max(map(len, values.values()))):
+        chosen = {name: choices[i % len(choices)] for name, choices in values.items()}
+        words = [*sweep["command"][4:-1], *(f"{name}={value}" for name, value in chosen.items())]
+        (job,) = check_command(parse_arguments(words), conf_dir()).jobs
+        for name, value in chosen.items():
+            group, field = name.split(".")
+            assert getattr(getattr(job.config, group), field) == value
+        assert (job.config.name, job.config.model.init) == ("rollout_256", "random")
+        tracking = job.config.tracking
+        assert (tracking.mode, tracking.project) == ("online", TrackingConfig().project)
+        assert tracking.max_memory_gib == 40
 
 
 # One run for the sweep
