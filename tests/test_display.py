@@ -180,19 +180,16 @@ def test_table_fits_a_narrow_terminal_with_failures_in_red_where_colors_are_want
     assert "\x1b[1;31m" not in print_completed(summary, directory, is_terminal=True)
 
 
-def test_table_is_plain_ascii_where_there_is_nothing_else(directory):
-    file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    display = ProgressDisplay(Console(file=file, width=100))
-    display.print_outcome("completed", summary_of("eos"), None, directory)
-    file.flush()
-    assert b"output tokens/s" in file.buffer.getvalue()
-
-
 def test_driver_without_steps_and_device_has_a_table_too(directory):
     requests = requests_of(0, "failed")
     record = metrics.summarize_round(0, False, 0.0, 1.0, requests, [], MemoryUse(None, None, None, None, 0.5))
     summary = metrics.summarize_run(DESCRIPTION, [record], requests, {}, None, [], {})
-    text = print_completed(summary, directory)
+    file = io.TextIOWrapper(
+        io.BytesIO(), encoding="ascii"
+    )  # a table in plain ASCII where there is nothing else
+    ProgressDisplay(Console(file=file, width=100)).print_outcome("completed", summary, None, directory)
+    file.flush()
+    text = file.buffer.getvalue().decode()
     assert "process peak 0.50 GiB" in text
     assert not any(word in text for word in ("decode step", "prefill", "identical", "compiled"))
 
@@ -307,12 +304,10 @@ def test_refreshes_are_rare():
     assert 0.5 * expected < screen.text.count("requests done") <= expected + 2
 
 
-@pytest.mark.parametrize(
-    ("columns", "widths"), [(None, range(90, 101)), ("300", range(90, 101)), ("50", range(51))]
-)
-def test_width_is_100_columns_at_most_and_where_it_is_unknown(monkeypatch, capsys, columns, widths):
+@pytest.mark.parametrize(("columns", "least", "most"), [(None, 90, 100), ("300", 90, 100), ("50", 0, 50)])
+def test_width_is_100_columns_at_most_and_where_it_is_unknown(monkeypatch, capsys, columns, least, most):
     monkeypatch.delenv("COLUMNS", raising=False)
     if columns is not None:
         monkeypatch.setenv("COLUMNS", columns)
     ProgressDisplay().print_line("word " * 60)
-    assert max(map(len, capsys.readouterr().out.splitlines())) in widths
+    assert least <= max(map(len, capsys.readouterr().out.splitlines())) <= most

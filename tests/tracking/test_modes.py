@@ -110,12 +110,11 @@ def test_variables_of_wandb_hold_where_nothing_is_configured_and_are_named_elsew
     for name, value in variables.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
     wandb.teardown()
-    tracker = start(run_dir, tags=tags)
+    tracker = start(run_dir, project="mine", tags=tags)
     tracker.finish(0)
-    project = TrackingConfig().project
-    idle = [f"WANDB_PROJECT=theirs has no effect: tracking.project={project} goes before it."]
+    idle = ["WANDB_PROJECT=theirs has no effect: tracking.project=mine goes before it."]
     idle += ["WANDB_TAGS=night,h200 has no effect: tracking.tags=ours goes before it."] if tags else []
     assert tracker.warnings == idle
     run = read_back(run_dir).run
-    assert (run.project, run.entity, run.run_group) == (project, "team", "group")
+    assert (run.project, run.entity, run.run_group) == ("mine", "team", "group")
     assert list(run.tags) == (tags or ["night", "h200"])
