@@ -1,12 +1,10 @@
-"""The run directory under good and bad conditions: killed processes, full disks, unwritable folders, used folders."""
+"""The run directory under good and bad conditions: full disks, unwritable folders, used folders."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from socket import gethostname
 
@@ -190,31 +188,6 @@ def test_on_a_full_disk_a_write_is_taken_back_and_the_status_written_in_place(tm
         "ValueError",
         None,
     ]
-
-
-def test_killed_process_leaves_whole_rounds(tmp_path):
-    script = """
-import sys
-from pathlib import Path
-from tests.test_artifacts import KEEP_ALL, append_round, RunDirectory
-directory = RunDirectory.create(Path(sys.argv[1]), KEEP_ALL)
-for index in range(100_000):
-    append_round(directory, index)
-    print(index, flush=True)
-"""
-    path = tmp_path / "run"
-    command = [sys.executable, "-c", script, path]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1])
-    while int(process.stdout.readline()) < 5:
-        pass
-    process.kill()
-    process.communicate()
-    rounds = rows_of(path, "rounds")
-    assert [row["round_index"] for row in rounds] == list(range(len(rounds)))
-    assert len(rounds) >= 6
-    assert len(rows_of(path, "requests")) >= 2 * len(rounds)
-    with pytest.raises(ResultsError, match="did not complete"):
-        RunDirectory.create(path, KEEP_ALL)
 
 
 # Reading records

@@ -1,4 +1,4 @@
-"""Ratios are between runs of the same workload, their intervals by the stated rule."""
+"""Ratios are between runs of the same workload, their intervals by the stated rule; who leads by them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import itertools
 import pytest
 
 from cbexp.metrics import spread_of_rate
-from cbexp.report import ReportError, load_runs, run_rows
+from cbexp.report import ReportError, format_report, load_runs, run_rows
 from cbexp.report.baseline import ratio_between
 from cbexp.report.bootstrap import ratio_interval
+from cbexp.report.lead import are_same_in_effect
+from cbexp.report.page import build_page
 from cbexp.report.run import TimedRound
-from tests.report.report_fixtures import OTHER_WORKLOAD, WORKLOAD
+from tests.report.report_fixtures import OTHER_WORKLOAD, WORKLOAD, words_of
 
 SILENT = {"output_tokens_per_s": {"median": 0.0, "min": 0.0, "max": 0.0}}
 
@@ -80,3 +82,99 @@ def test_interval_is_missing_where_rounds_are_few_or_empty():
     rounds, empty = timed(1.0, 1.1, 1.2, 1.3, 1.4), timed(1.0, 1.0, 1.0, num_tokens=0.0)
     for few in (timed(1.0, 1.1), empty):
         assert ratio_interval(rounds, few) is ratio_interval(few, rounds) is None
+
+
+# Leads: runs whose settings differ without effect are one configuration, and no rivals of each other
+
+IDLE = "cache.num_tokens={} has no effect with driver=generate, which has no paged cache."
+SLOWER_TOO = "but the same configuration also came out slower than it"
+
+
+@pytest.fixture
+def make_cell(make_run):
+    """A cell whose config.yaml says its driver and its cache, idle without the synchronous driver."""
+
+    def make(driver, cache, wall_s, num_rounds=5, is_old=False, **more):
+        idle = {"settings_without_effect": []}
+        if driver == "generate" and cache:
+            item = {"setting": "cache.num_tokens", "value": cache}
+            idle["settings_without_effect"] = [item | {"reason": "driver=generate, which has no paged cache"}]
+            idle = {"warnings": [IDLE.format(cache)]} if is_old else idle
+        overrides = [f"driver={driver}", *([f"cache.num_tokens={cache}"] if cache else [])]
+        walls_s = tuple(wall_s * (1 + index / 100) for index in range(num_rounds))
+        folder = make_run(f"{driver}_{cache}", overrides, walls_s, **idle, **more)
+        settings = f"cache: {{name: a{cache}, num_tokens: {cache or 'null'}}}\ndriver: {{name: {driver}}}\n"
+        settings += f"num_rounds: {num_rounds}\ntracking: {{group: {wall_s}}}\n"
+        (folder / "config.yaml").write_text(settings)
+        return folder
+
+    return make
+
+
+def card_and_text(*folders):
+    """The winner's card of the page, and the printed report."""
+    runs = load_runs(folders)
+    page = build_page(runs)
+    card = page[page.index('<div class="card winner">') : page.index('<dl class="figures">')]
+    return words_of(card), format_report(runs)
+
+
+def test_cells_that_differ_without_effect_are_one_configuration(make_cell):
+    folders = [make_cell("generate", cache, wall_s) for cache, wall_s in ((1, 1.0), (2, 1.1), (None, 1.2))]
+    card, text = card_and_text(*folders, make_cell("sync", 1, 2.0), make_cell("sync", 2, 3.0))
+    assert card.startswith("Fastest of 5 runs")
+    same = "The same configuration in effect as #2-3: what differs between them is noise."
+    assert f"{same} {IDLE.format(1)}" in card
+    assert "Ahead of #4 (the fastest other one) beyond the noise: 2.00x" in card
+    assert "#1 is ahead of #4 beyond the noise: 2.00x (" in text and "; #2-3: the same in effect" in text
+
+
+def test_lead_over_rivals(make_cell):
+    idle, sync = make_cell("generate", 1, 1.0), make_cell("sync", 1, 2.0)
+    card, _ = card_and_text(idle, sync)
+    assert "Fastest of 2 configurations" in card and IDLE.format(1) in card
+    same_but_slower = make_cell("generate", 2, 3.0, num_rounds=1)
+    card, text = card_and_text(idle, sync, same_but_slower)
+    assert f"2.00x, {SLOWER_TOO}" in card
+    assert f"#1 makes 2.00x what #2 does, {SLOWER_TOO}; #3" in text
+    card, text = card_and_text(idle, same_but_slower)
+    assert "There is no other configuration to compare it with" in card
+    assert "#1 has no other configuration beside it" in text
+    card, text = card_and_text(sync, make_cell("sync", 2, 2.02))  # what differs has an effect
+    assert "Not clearly ahead of the runner-up" in card and "more rounds would tell" in card
+    assert "#1 is not clearly ahead of #2: 1.01x (" in text
+
+
+def test_other_code_another_machine_or_unknown_settings_are_a_difference(make_cell):
+    one = make_cell("generate", 1, 1.0)
+    other_code, other_machine = {"source": {"commit": "c" * 40}}, {"cpu": {"num_threads": 7}}
+    for environment in (other_code, other_machine):
+        assert not are_same_in_effect(
+            *load_runs([one, make_cell("generate", 2, 1.0, environment=environment)])
+        )
+    other = make_cell("generate", 2, 1.0, is_old=True)  # a warning in place of a list of settings
+    assert are_same_in_effect(*load_runs([one, other]))
+    for content in ("", "[1]", "a: [", "cache: 3\n"):
+        (other / "config.yaml").write_text(content)
+        assert not are_same_in_effect(*load_runs([one, other]))
+
+
+@pytest.mark.parametrize(("num_correct", "is_worse"), [(60, True), (2840, False)])
+def test_a_winner_that_is_wrong_more_often_is_named(make_run, num_correct, is_worse):
+    """Of 3,000 answers in five rounds; 2,850 of the other run's are right."""
+    right, wrong = ({"num_judged": 3000, "accuracy": number / 3000} for number in (2850, num_correct))
+    slow = make_run("slow", ["compile=eager"], **right)
+    fast = make_run("fast", ["compile=default"], [0.5, 0.51, 0.52, 0.53, 0.54], **wrong)
+    card, text = card_and_text(slow, fast)
+    sentence = "answers are wrong more often than those of #2, beyond chance"
+    assert (f"Its {sentence}: 95.0% of those" in card) == (f"; its {sentence}" in text) == is_worse
+
+
+@pytest.mark.parametrize(
+    ("wall_s", "words"), [(1.004, "not clearly ahead of #2: 1.00x"), (1.006, "beyond the noise")]
+)
+def test_a_lead_that_is_written_as_none_is_none(make_run, wall_s, words):
+    """However steady the rounds are."""
+    walls = {"eager": (1.0,) * 5, "default": (wall_s,) * 5}
+    folders = [make_run(mode, [f"compile={mode}"], walls[mode]) for mode in walls]
+    assert words in card_and_text(*folders)[1]
