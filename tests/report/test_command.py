@@ -15,7 +15,8 @@ import pytest
 from cbexp.report import format_report, format_table, load_runs, run_rows
 from cbexp.report.answers import same_completions_share
 from cbexp.report.command_line import main
-from tests.report.report_fixtures import write_lines
+from cbexp.report.page import build_page
+from tests.report.report_fixtures import words_of, write_lines
 
 STATE = {"uuid": "GPU-1", "max_sm_mhz": 1980, "max_memory_mhz": 3201, "power_limit_w": 700}
 GPU = {
@@ -94,6 +95,8 @@ differs: $OMP_NUM_THREADS: not recorded (#2-4), 1 (#1)
 def test_report_has_the_table_the_failures_and_the_doubts(sweep, capsys):
     assert main([str(sweep)]) == 0
     assert capsys.readouterr().out.splitlines() == REPORT.replace("{sweep}", str(sweep)).splitlines()
+    card = "Its answers are wrong more often than those of #2, beyond chance: 90.0% of those"
+    assert card in words_of(build_page(load_runs([sweep])))
 
 
 def test_steady_runs_alike_leave_no_notes(make_run):

@@ -12,17 +12,7 @@ import pytest
 from cbexp.report import ReportError, format_table, load_runs, run_rows
 from cbexp.report.page import build_page
 from cbexp.report.table import format_json
-from tests.report.report_fixtures import REFERENCE, load_one, round_record, summary_of, write_json
-
-
-def test_recorded_runs_have_the_figures_that_were_recorded():
-    completed = [run for run in load_runs([REFERENCE]) if run.status == "completed"]
-    assert len(completed) >= 5
-    for run in completed:
-        recorded = json.loads((run.folder / "summary.json").read_text())
-        assert run.output_tokens_per_s == recorded["output_tokens_per_s"]["median"] > 0
-        assert run.overrides
-
+from tests.report.report_fixtures import load_one, round_record, summary_of, write_json
 
 FOREIGN = '{"workload_hash": 3, "output_tokens_per_s": 7, "durations_s": [1], "warnings": {}}'
 NO_NUMBERS = '{"workload_hash": "a", "output_tokens_per_s": {"median": NaN, "min": Infinity}}'

@@ -8,23 +8,13 @@ import pytest
 
 from cbexp.metrics import spread_of_rate
 from cbexp.report import ReportError, format_report, load_runs, run_rows
-from cbexp.report.baseline import ratio_between
 from cbexp.report.bootstrap import ratio_interval
 from cbexp.report.lead import are_same_in_effect
 from cbexp.report.page import build_page
 from cbexp.report.run import TimedRound
-from tests.report.report_fixtures import OTHER_WORKLOAD, WORKLOAD, words_of
+from tests.report.report_fixtures import OTHER_WORKLOAD, words_of
 
 SILENT = {"output_tokens_per_s": {"median": 0.0, "min": 0.0, "max": 0.0}}
-
-
-@pytest.mark.parametrize(
-    ("hashes", "message"), [((WORKLOAD, OTHER_WORKLOAD), "different workloads"), ((None, None), "missing")]
-)
-def test_ratio_is_refused_unless_the_workloads_are_known_to_be_the_same(make_run, hashes, message):
-    one, other = load_runs([make_run(str(index), workload_hash=value) for index, value in enumerate(hashes)])
-    with pytest.raises(ReportError, match=message):
-        ratio_between(one, other)
 
 
 def test_ratios_are_to_the_baseline_of_each_workload(make_run):
@@ -157,17 +147,6 @@ def test_other_code_another_machine_or_unknown_settings_are_a_difference(make_ce
     for content in ("", "[1]", "a: [", "cache: 3\n"):
         (other / "config.yaml").write_text(content)
         assert not are_same_in_effect(*load_runs([one, other]))
-
-
-@pytest.mark.parametrize(("num_correct", "is_worse"), [(60, True), (2840, False)])
-def test_a_winner_that_is_wrong_more_often_is_named(make_run, num_correct, is_worse):
-    """Of 3,000 answers in five rounds; 2,850 of the other run's are right."""
-    right, wrong = ({"num_judged": 3000, "accuracy": number / 3000} for number in (2850, num_correct))
-    slow = make_run("slow", ["compile=eager"], **right)
-    fast = make_run("fast", ["compile=default"], [0.5, 0.51, 0.52, 0.53, 0.54], **wrong)
-    card, text = card_and_text(slow, fast)
-    sentence = "answers are wrong more often than those of #2, beyond chance"
-    assert (f"Its {sentence}: 95.0% of those" in card) == (f"; its {sentence}" in text) == is_worse
 
 
 @pytest.mark.parametrize(

@@ -26,15 +26,7 @@ from cbexp.engine import StepInfo
 from cbexp.errors import ConfigError, NotApplicableError
 from cbexp.experiment import run_experiment
 from cbexp.tracking import compute_objective, start_tracking
-from tests.tracking.wandb_fixtures import (
-    KEY,
-    REPOSITORY,
-    ReadBack,
-    a_round,
-    a_summary,
-    read_back,
-    start,
-)
+from tests.tracking.wandb_fixtures import KEY, REPOSITORY, ReadBack, a_round, a_summary, read_back, start
 
 CONFIG = {"model": {"name": "tiny", "dtype": None}, "sampling": {"eos_token_ids": [1, 2]}, "seed": 3}
 SUMMARY = a_summary(wall_s={"median": 1.5}, wall_times_s=[1.0, 2.0], accuracy=None)
