@@ -102,7 +102,6 @@ def test_labels_are_cut_last_where_they_differ():
     for labels in (
         [f"{'shared=words ' * 20}seed={seed}" for seed in range(5)],
         [f"driver.pythonpath=/a/{'long/' * 30}{end}" for end in ("x", "y", "yz")],
-        [f"{'same' * 30}{end}{'tail' * 30}" for end in ("one", "two")] + ["short"],
         [f"{'same' * 30}{end}" for end in ("a1", "a2", "b1", f"b{'b' * 99}1", f"b{'b' * 99}2")],
     ):
         for columns, num_lines in ((30, 2), (56, 1)):
@@ -110,19 +109,13 @@ def test_labels_are_cut_last_where_they_differ():
             assert len({tuple(lines) for lines in cut}) == len(labels)
             assert all(len(lines) <= num_lines and max(map(len, lines)) <= columns for lines in cut)
     assert cut_labels(["b=1 a=1", "a=1"], 30, 2) == [["b=1 a=1"], ["a=1"]]
-    assert cut_labels([f"K: a=1 b=2 c={'x' * 60}", "K: a=1"], 30, 2)[0][0].startswith("K: b=2")
 
 
-def test_points_that_lie_together_share_a_text_that_stays_in_the_panel():
-    for places, texts in (
-        ([(0.1, 0.5), (0.1, 0.6), (0.1, 0.9), (0.5, 0.5)], ["#1", "#2", "#3", "#4"]),
-        ([(0.1, 0.5), (0.1, 0.52), (0.1, 0.9)], ["#1-2", "#3"]),  # a text would cover the other text
-        ([(0.1, 0.5), (0.15, 0.5), (0.1, 0.9)], ["#1-2", "#3"]),  # a text would cover the other point
-        ([(0.1, 0.5), (0.5, 0.9)] * 3, ["#1 and 2 more", "#2 and 2 more"]),
-    ):
-        assert sorted(label.text for label in label_points(range(1, len(places) + 1), places)) == texts
-    (label,) = label_points([12], [(0.97, 0.5)])
-    assert label.is_left and label.span[0] > 0
+def test_points_that_lie_together_share_a_text():
+    near_text, near_point = [(0.1, 0.5), (0.1, 0.52), (0.1, 0.9)], [(0.1, 0.5), (0.15, 0.5), (0.1, 0.9)]
+    for places in (near_text, near_point):
+        assert sorted(label.text for label in label_points([1, 2, 3], places)) == ["#1-2", "#3"]
+    assert len(label_points([1, 2, 3], [(0.1, 0.5), (0.1, 0.6), (0.5, 0.5)])) == 3
 
 
 # Figures

@@ -12,11 +12,10 @@ import pytest
 from cbexp.report import ReportError, format_table, load_runs, run_rows
 from cbexp.report.page import build_page
 from cbexp.report.table import format_json
-from tests.report.report_fixtures import load_one, round_record, summary_of, write_json
+from tests.report.report_fixtures import load_one, round_record, write_json
 
 FOREIGN = '{"workload_hash": 3, "output_tokens_per_s": 7, "durations_s": [1], "warnings": {}}'
 NO_NUMBERS = '{"workload_hash": "a", "output_tokens_per_s": {"median": NaN, "min": Infinity}}'
-NEGATIVE = dict.fromkeys(("accuracy", "num_judged", "bandwidth_bytes_per_s", "roofline_fraction"), -2)
 SILENT_ROUND = round_record(1, 1.0) | {"num_output_tokens": 0}
 
 
@@ -28,13 +27,9 @@ SILENT_ROUND = round_record(1, 1.0) | {"num_output_tokens": 0}
         ("summary.json", "\0\x7f" * 100),
         ("summary.json", FOREIGN),
         ("summary.json", NO_NUMBERS),
-        ("summary.json", json.dumps(summary_of([1.0, 2.0], **NEGATIVE))),
-        ("engine.json", '{"plan": {"kv_bytes_per_token": -2, "num_sliding_layers": -2}}'),
-        ("requests.jsonl", '{"round_index": 1, "num_prompt_tokens": -2, "num_tokens": 5}\n'),
         ("status.json", ""),
         ("rounds.jsonl", '{"round_index": 0, "wall_s": "x"}\nnot json\n{"torn'),
         ("rounds.jsonl", f"{json.dumps(SILENT_ROUND)}\n" * 5),
-        ("steps.jsonl", '{"kind": "decode", "round_index": 1, "duration_s": 0.5, "num_steps": -3}\n'),
         ("environment.json", '{"cuda": [], "cpu": {"model": "x"}, "versions": [], "source": "x"}'),
         ("cell.json", '{"overrides": {"a": 1}, "command": 5}'),
     ],
@@ -42,7 +37,6 @@ SILENT_ROUND = round_record(1, 1.0) | {"num_output_tokens": 0}
 )
 def test_damaged_folder_hides_no_other(make_run, file, content):
     whole, damaged = make_run("whole", ["compile=eager"]), make_run("damaged", ["compile=default"])
-    write_json(damaged / "engine.json", {"plan": {"kv_bytes_per_token": 1000.0}})
     (damaged / file).unlink(missing_ok=True)
     if content is not None:
         (damaged / file).write_bytes(content.replace("\x7f", "\udcff").encode(errors="surrogateescape"))
@@ -91,9 +85,7 @@ def test_sweep_has_all_its_cells_in_order_wherever_it_lies(make_run, tmp_path):
         {"folder": f"/gone/away/{index}_x", "overrides": [f"seed={index}"], "command": "c"}
         for index in (0, 10, 9, 11)
     ]
-    write_json(
-        tmp_path / "sweep/sweep.json", {"name": "night", "cells": [*cells, "foreign", {"folder": "a\0"}]}
-    )
+    write_json(tmp_path / "sweep/sweep.json", {"name": "night", "cells": [*cells, {"folder": ""}]})
     *runs, damage = load_runs([tmp_path / "sweep"])
     assert (damage.folder, damage.status) == (tmp_path / "sweep", "unreadable")
     assert [run.overrides for run in runs] == [("seed=0",), ("seed=10",), ("seed=9",), ("seed=11",)]
@@ -102,9 +94,7 @@ def test_sweep_has_all_its_cells_in_order_wherever_it_lies(make_run, tmp_path):
 
     (tmp_path / "sweep/sweep.json").write_text('{"name": "night", "cel')
     damage, *runs = load_runs([tmp_path / "sweep"])
-    assert damage.status == "unreadable" and damage.message.startswith(
-        "sweep.json: it is torn or names no cells"
-    )
+    assert damage.message.startswith("sweep.json: it is torn or names no cells")
     assert [run.overrides for run in runs] == [("seed=0",), ("seed=9",), ("seed=10",)]
 
 
@@ -129,25 +119,20 @@ def test_what_may_not_be_read_is_not_taken_for_what_is_to_come(make_run, tmp_pat
 
 
 def test_links_are_followed_and_every_run_counts_once(make_run, tmp_path):
-    """Also in loops, up, and to nothing; a sweep keeps the order of its cells."""
+    """Also in loops, up, and to nothing."""
     near, far = make_run("outputs/near", ["seed=1"]), make_run("scratch/deep/far", ["seed=2"])
     make_run("above", ["seed=3"])
-    for index in (4, 5):
-        make_run(f"scratch/sweep/{index}_x", [f"seed={index}"])
-    write_json(tmp_path / "scratch/sweep/sweep.json", {"cells": [{"folder": "5_x"}, {"folder": "4_x"}]})
-    outputs, sweep = tmp_path / "outputs", tmp_path / "scratch/sweep"
-    links = {outputs / "linked": far.parent, outputs / "a": sweep, outputs / "b": sweep}
-    links |= {
+    outputs = tmp_path / "outputs"
+    links = {
+        outputs / "linked": far.parent,
+        outputs / "again": far.parent,
         far / "back": near,
         near / "there": far,
-        near / "up": tmp_path,
-        near / "broken": tmp_path / "gone",
     }
-    for place, target in links.items():
+    for place, target in (links | {near / "up": tmp_path, near / "broken": tmp_path / "gone"}).items():
         place.symlink_to(target, target_is_directory=True)
     runs = load_runs([outputs, near, outputs])
-    assert [run.overrides for run in runs] == [("seed=5",), ("seed=4",), ("seed=2",), ("seed=1",)]
-    assert runs[2].folder == outputs / "linked/far"
+    assert [run.overrides for run in runs] == [("seed=2",), ("seed=1",)]
 
 
 def test_overrides_of_runs_without_cell_json_come_from_hydra(make_run):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
+import runpy
 import sys
-from types import ModuleType
 
 import pytest
 
@@ -17,15 +16,8 @@ pytest.importorskip("wandb_workspaces", reason="the dashboard needs the extra: p
 SCRIPT = REPOSITORY / "scripts" / "wandb_dashboard.py"
 
 
-def load_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("wandb_dashboard", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-dashboard = load_script()
-WORKSPACE = dashboard.build_workspace("team", "project", "view")
+DASHBOARD = runpy.run_path(str(SCRIPT))
+WORKSPACE = DASHBOARD["build_workspace"]("team", "project", "view")
 PLACES = ("metrics", "groupby", "x", "y", "columns", "media_keys", "with_respect_to")
 
 
@@ -69,8 +61,8 @@ def test_every_name_is_one_that_a_run_of_the_embedded_model_logs(tmp_path):
 
 def test_view_is_saved_as_it_was_built(monkeypatch):
     saved = []
-    monkeypatch.setattr(dashboard.ws.Workspace, "save", lambda view: saved.append(view))
-    dashboard.main(["--entity", "team", "--project", "mine", "--name", "Ours"])
+    monkeypatch.setattr(DASHBOARD["ws"].Workspace, "save", lambda view: saved.append(view))
+    DASHBOARD["main"](["--entity", "team", "--project", "mine", "--name", "Ours"])
     (view,) = saved
     assert (view.entity, view.project, view.name) == ("team", "mine", "Ours")
     assert [section.name for section in view.sections] == [section.name for section in WORKSPACE.sections]
@@ -79,7 +71,7 @@ def test_view_is_saved_as_it_was_built(monkeypatch):
 def test_no_credentials_and_a_missing_package_are_messages(monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "online")
     with pytest.raises(SystemExit, match="the view could not be saved to team/cbexp: "):
-        dashboard.main(["--entity", "team"])
+        DASHBOARD["main"](["--entity", "team"])
     monkeypatch.setitem(sys.modules, "wandb_workspaces.reports.v2", None)
     with pytest.raises(SystemExit, match=r"pip install '\.\[dashboard\]'"):
-        load_script()
+        runpy.run_path(str(SCRIPT))
