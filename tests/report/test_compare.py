@@ -63,6 +63,7 @@ def test_every_verdict_in_one_table(compare):
 @pytest.mark.parametrize(
     ("old", "new", "options", "status", "words"),
     [
+        (SLOWER, STEADY, [], OK, "1 faster"),
         (NOISY, NOISY_TOO, [], OK, "1 no clear change"),
         (FLAT, FLAT_AND_SLOWER, [], REGRESSION, "1 slower"),
         (FLAT, FLAT_AND_SLOWER, ["--threshold", "0.1"], OK, "1 no clear change"),

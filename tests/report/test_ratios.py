@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 
+import numpy as np
 import pytest
 
 from cbexp.metrics import spread_of_rate
@@ -51,17 +53,21 @@ def timed(*walls_s, num_tokens=100):
 
 
 def test_interval_agrees_with_all_resamples_counted_out():
-    """Of 3 rounds a side there are 27 x 27 resamples: their exact percentiles, with the medians of `metrics`."""
-    walls, base_walls = (1.0, 1.4, 1.5), (2.0, 2.1, 3.0)
+    """Of 5 rounds a side there are 3,125 x 3,125 resamples: their percentiles, with the medians of `metrics`."""
+    walls, base_walls = (1.0, 1.2, 1.4, 1.5, 1.7), (2.0, 2.1, 2.4, 3.0, 3.3)
 
     def rates_of(walls):
-        drawn = itertools.product(walls, repeat=3)
-        return [spread_of_rate([100] * 3, list(some)).median for some in drawn]
+        drawn = itertools.product(walls, repeat=5)
+        return Counter(spread_of_rate([100] * 5, list(some)).median for some in drawn).items()
 
-    ratios = sorted(one / other for one in rates_of(walls) for other in rates_of(base_walls))
+    counts = Counter()
+    for (rate, count), (base_rate, base_count) in itertools.product(rates_of(walls), rates_of(base_walls)):
+        counts[rate / base_rate] += count * base_count
+    ratios = sorted(counts)
+    shares = np.cumsum([counts[ratio] for ratio in ratios]) / 5**10
     interval = ratio_interval(timed(*walls), timed(*base_walls))
-    assert interval.low == pytest.approx(ratios[round(0.025 * len(ratios))])
-    assert interval.high == pytest.approx(ratios[round(0.975 * len(ratios)) - 1])
+    low, high = (ratios[np.searchsorted(shares, share)] for share in (0.025, 0.975))
+    assert (interval.low, interval.high) == pytest.approx((low, high))
     assert ratio_interval(timed(*walls), timed(*base_walls)) == interval
     # Of an even number of rounds the middle two count together.
     even = ratio_interval(timed(1.0, 1.0, 1.0, 1.0, 1.0, 3.0), timed(*[1.0] * 6))
@@ -142,7 +148,8 @@ def test_other_code_another_machine_or_unknown_settings_are_a_difference(make_ce
         assert not are_same_in_effect(
             *load_runs([one, make_cell("generate", 2, 1.0, environment=environment)])
         )
-    other = make_cell("generate", 2, 1.0, is_old=True)  # a warning in place of a list of settings
+    # Older records have a warning in place of a list of settings.
+    one, other = (make_cell("generate", cache, 1.0, is_old=True) for cache in (1, 2))
     assert are_same_in_effect(*load_runs([one, other]))
     for content in ("", "[1]", "a: [", "cache: 3\n"):
         (other / "config.yaml").write_text(content)
