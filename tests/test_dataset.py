@@ -43,11 +43,8 @@ def test_prompts_and_chats_are_rendered_with_a_single_bos(tmp_path):
     chat = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "1."}]
     rows = ({"prompt": "Hi"}, {"prompt": [*chat, {"role": "user", "content": "2?"}]})
     prompts = load(jsonl(tmp_path / "rows", *rows, num_prompts=2, system_prompt="Be brief."))
-    system = "<s>[system]Be brief."
-    assert prompts.texts == [
-        f"{system}[user]Hi[assistant]",
-        f"{system}[user]1?[assistant]1.[user]2?[assistant]",
-    ]
+    texts = ["[user]Hi[assistant]", "[user]1?[assistant]1.[user]2?[assistant]"]
+    assert prompts.texts == [f"<s>[system]Be brief.{text}" for text in texts]
     assert prompts.prompt_ids[0].count(BOS_ID) == 1
     assert prompts.prompt_ids[0][0] == BOS_ID
     assert TOKENIZER.decode(prompts.prompt_ids[0][1:]) == "[system]Be brief.[user]Hi[assistant]"

@@ -151,11 +151,7 @@ DIFFERING = {"are_rounds_identical": False, "num_differing_requests": 1}
     [
         ("eos", WITHOUT_GRAPHS, "compiled in 12.5 s memory"),
         ("length length", FIXED, "24 output tokens a round, fixed length 12"),
-        (
-            "length",
-            FIXED | {"has_limits_per_prompt": True},
-            "12 output tokens a round, fixed lengths of up to 12",
-        ),
+        ("length", FIXED | {"has_limits_per_prompt": True}, "12 output tokens a round, fixed lengths of up"),
         ("length", FIXED | {"num_short": 4}, "4 request(s) SHORT of the fixed length 12"),
         ("eos eos", DIFFERING, "NOT identical: the completions of 1 of 2 requests differ between timed"),
         ("eos failed lost", {}, "but 2 FAILED and 2 LOST of 6 requests"),

@@ -75,11 +75,8 @@ def one_run(*rounds: tuple[float, list[RequestRecord]], **options: Any) -> dict:
     """The summary of timed rounds: their seconds and their requests."""
     description = dataclasses.replace(DESCRIPTION, **options.pop("description", {}))
     records = [one_round(index, *timed, **options) for index, timed in enumerate(rounds)]
-    requests = [
-        dataclasses.replace(request, round_index=index)
-        for index, (_, own) in enumerate(rounds)
-        for request in own
-    ]
+    indexed = [(index, request) for index, (_, own) in enumerate(rounds) for request in own]
+    requests = [dataclasses.replace(request, round_index=index) for index, request in indexed]
     return metrics.summarize_run(description, records, requests, {}, None, [], {})
 
 

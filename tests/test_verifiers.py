@@ -99,19 +99,8 @@ def test_held_out_share_and_distinct_questions(monkeypatch):
     assert 0.10 < sizes["heldout"] / sum(sizes.values()) < 0.20
 
 
-WRONG = [
-    "",
-    "   \n",
-    "132",
-    "= 131",
-    "= 13",
-    "= 1322",
-    "= -132",
-    "= 132 or so",
-    "= 132\n= 7",
-    "= 132\n132-7:",
-]
-WRONG += ["47+85=132", "= 132.0", "= 1 32", "= ١٣٢", "= 132<|im_end|>", "= " + "1" * 5000]
+WRONG = ["", "   \n", "132", "= 131", "= 13", "= 1322", "= -132", "= 132 or so", "= 132\n= 7"]
+WRONG += ["= 132\n132-7:", "47+85=132", "= 132.0", "= 1 32", "= ١٣٢", "= 132<|im_end|>", "= " + "1" * 5000]
 
 
 def test_answer_is_the_last_line():

@@ -81,10 +81,8 @@ def test_sweep_has_all_its_cells_in_order_wherever_it_lies(make_run, tmp_path):
     for index in (0, 9, 10):
         make_run(f"sweep/{index}_x", [f"seed={index}"])
     make_run("sweep/0_x/attempts/1", status="failed")  # an earlier one, which is no run
-    cells = [
-        {"folder": f"/gone/away/{index}_x", "overrides": [f"seed={index}"], "command": "c"}
-        for index in (0, 10, 9, 11)
-    ]
+    folders = {f"/gone/away/{index}_x": [f"seed={index}"] for index in (0, 10, 9, 11)}
+    cells = [{"folder": folder, "overrides": own, "command": "c"} for folder, own in folders.items()]
     write_json(tmp_path / "sweep/sweep.json", {"name": "night", "cells": [*cells, {"folder": ""}]})
     *runs, damage = load_runs([tmp_path / "sweep"])
     assert (damage.folder, damage.status) == (tmp_path / "sweep", "unreadable")
@@ -123,13 +121,9 @@ def test_links_are_followed_and_every_run_counts_once(make_run, tmp_path):
     near, far = make_run("outputs/near", ["seed=1"]), make_run("scratch/deep/far", ["seed=2"])
     make_run("above", ["seed=3"])
     outputs = tmp_path / "outputs"
-    links = {
-        outputs / "linked": far.parent,
-        outputs / "again": far.parent,
-        far / "back": near,
-        near / "there": far,
-    }
-    for place, target in (links | {near / "up": tmp_path, near / "broken": tmp_path / "gone"}).items():
+    links = {outputs / "linked": far.parent, outputs / "again": far.parent, far / "back": near}
+    links |= {near / "there": far, near / "up": tmp_path, near / "broken": tmp_path / "gone"}
+    for place, target in links.items():
         place.symlink_to(target, target_is_directory=True)
     runs = load_runs([outputs, near, outputs])
     assert [run.overrides for run in runs] == [("seed=2",), ("seed=1",)]

@@ -27,9 +27,7 @@ NO_CREDENTIALS = "there are no credentials for https://"
         ({"API_KEY": KEY, "MODE": "disabled"}, "disabled", "wandb's own mode is disabled"),
     ],
 )
-def test_auto_says_why_it_is_not_online_where_online_is_refused(
-    run_dir, monkeypatch, variables, mode, reason
-):
+def test_auto_says_why_it_is_not_online_and_online_is_refused(run_dir, monkeypatch, variables, mode, reason):
     for name, value in variables.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
     with start(run_dir, mode="auto") as tracker:
@@ -39,9 +37,9 @@ def test_auto_says_why_it_is_not_online_where_online_is_refused(
         start(run_dir, mode="online")
 
 
-def test_run_that_wandb_cannot_start_with_the_credentials_of_a_netrc_file_goes_without(
-    run_dir, tmp_path, monkeypatch
-):
+def test_job_goes_on_where_wandb_cannot_start(run_dir, tmp_path, monkeypatch):
+    """With the credentials of a netrc file."""
+
     def fail(**_options: object) -> None:
         raise OSError("planted")
 
@@ -103,9 +101,7 @@ def test_one_job_that_is_to_go_online_is_enough_and_cells_elsewhere_may_have_cre
 
 
 @pytest.mark.parametrize("tags", [[], ["ours"]])
-def test_variables_of_wandb_hold_where_nothing_is_configured_and_are_named_elsewhere(
-    run_dir, monkeypatch, tags
-):
+def test_variables_of_wandb_hold_where_nothing_is_configured_and_are_named_else(run_dir, monkeypatch, tags):
     variables = {"PROJECT": "theirs", "ENTITY": "team", "TAGS": "night,h200", "RUN_GROUP": "group"}
     for name, value in variables.items():
         monkeypatch.setenv(f"WANDB_{name}", value)

@@ -119,13 +119,8 @@ class FakeServer(http.server.BaseHTTPRequestHandler):
     def answer(self, request: dict) -> dict:
         viewer = {"id": "v", "entity": "team", "username": "u", "email": "", "flags": "{}"}
         project = {"id": "p", "name": "project", "entity": {"id": "e", "name": "team"}}
-        bucket = {
-            "id": "x",
-            "name": (request.get("variables") or {}).get("name"),
-            "displayName": "n",
-            "config": "{}",
-        }
-        bucket |= {"project": project, "historyLineCount": 0}
+        bucket = {"id": "x", "displayName": "n", "config": "{}", "project": project, "historyLineCount": 0}
+        bucket["name"] = (request.get("variables") or {}).get("name")
         answers = {
             "query Viewer": {"viewer": viewer | {"teams": {"edges": []}}},
             "mutation CreateRunFiles": {"createRunFiles": {"runID": "x", "uploadHeaders": [], "files": []}},
