@@ -9,27 +9,20 @@ from typing import Any
 import pytest
 
 from cbexp import metrics
-from cbexp.engine.types import Completion, FinishReason, RequestTimings, StepInfo, StepKind
-from cbexp.metrics import MemoryUse, RequestRecord, RoundRecord
+from cbexp.engine.types import Completion, RequestTimings, StepInfo
+from cbexp.metrics import MemoryUse
 from tests.metrics_fixtures import describe_run
 
 DESCRIPTION = describe_run(num_generations=2)
-Times = tuple[float, float | None, float | None, float | None]
 
 
 def completion(
-    ids: tuple[int, ...] = (5, 6, 7, 8),
-    reason: FinishReason = "eos",
-    prompt_ids: tuple[int, ...] = (1, 2, 3),
-    times: Times = (10.0, 10.5, 11.0, 14.0),
-    error: str | None = None,
-) -> Completion:
+    ids=(5, 6, 7, 8), reason="eos", prompt_ids=(1, 2, 3), times=(10.0, 10.5, 11.0, 14.0), error=None
+):
     return Completion("id", prompt_ids, ids, reason, RequestTimings(*times), error)
 
 
-def step(
-    kind: StepKind, start_s: float, end_s: float, num_requests: int = 2, num_tokens: int = 2, **changes: float
-) -> StepInfo:
+def step(kind, start_s, end_s, num_requests=2, num_tokens=2, **changes):
     info = StepInfo(kind, 1, num_requests, num_tokens, 0, None, start_s, end_s, 0, 0, 0.5)
     return dataclasses.replace(info, **changes)
 
@@ -47,37 +40,32 @@ STEPS = [
     step("decode", 103.0, 103.5, 1, 2, num_steps=2, num_finished=1),
 ]
 
-
 SHARES = {"prefill_share": 0.2, "mixed_share": 0.1, "decode_share": 0.3}
 SHARES |= {"outside_steps_share": pytest.approx(0.4)}
 SHARES |= {"num_bursts": 2, "steps_per_burst": 5.0, "tokens_per_burst": 11.0}
 
 
-def requests_of(index: int, completions: dict[str, Completion] = COMPLETIONS) -> list[RequestRecord]:
-    return metrics.summarize_requests(
-        index, completions, ["a", "b", "c", "d"], [True, False, None, None], [4, 5, 4, 4]
-    )
+def requests_of(index, completions=COMPLETIONS):
+    verdicts, limits = [True, False, None, None], [4, 5, 4, 4]
+    return metrics.summarize_requests(index, completions, ["a", "b", "c", "d"], verdicts, limits)
 
 
-def one_request(**changes: Any) -> RequestRecord:
+def one_request(**changes):
     record = metrics.summarize_requests(0, {"r": completion()}, ["r"], [True], [4])[0]
     return dataclasses.replace(record, **changes)
 
 
-def one_round(index: int, wall_s: float, requests: list[RequestRecord], **options: Any) -> RoundRecord:
-    is_warmup, steps, memory = (options.get(key) for key in ("is_warmup", "steps", "memory"))
-    return metrics.summarize_round(
-        index, bool(is_warmup), 100.0, 100.0 + wall_s, requests, steps or [], memory
-    )
+def one_round(index, wall_s, requests, is_warmup=False, steps=(), memory=None):
+    return metrics.summarize_round(index, is_warmup, 100.0, 100.0 + wall_s, requests, steps, memory)
 
 
-def one_run(*rounds: tuple[float, list[RequestRecord]], **options: Any) -> dict:
+def one_run(*rounds, **description):
     """The summary of timed rounds: their seconds and their requests."""
-    description = dataclasses.replace(DESCRIPTION, **options.pop("description", {}))
-    records = [one_round(index, *timed, **options) for index, timed in enumerate(rounds)]
+    records = [one_round(index, *timed) for index, timed in enumerate(rounds)]
     indexed = [(index, request) for index, (_, own) in enumerate(rounds) for request in own]
     requests = [dataclasses.replace(request, round_index=index) for index, request in indexed]
-    return metrics.summarize_run(description, records, requests, {}, None, [], {})
+    described = dataclasses.replace(DESCRIPTION, **description)
+    return metrics.summarize_run(described, records, requests, {}, None, [], {})
 
 
 # Percentiles and spreads
@@ -128,9 +116,8 @@ def test_requests_have_their_times_from_submission_on_and_what_is_missing_is_los
 
 
 def test_completion_rows_hold_what_came_back_in_order():
-    (row,) = metrics.summarize_completions(
-        1, {"b": completion((9,))}, ["a", "b"], [None, "nine"], [None, True]
-    )
+    came_back = {"b": completion((9,))}
+    (row,) = metrics.summarize_completions(1, came_back, ["a", "b"], [None, "nine"], [None, True])
     expected = {"round_index": 1, "request_id": "b", "finish_reason": "eos", "verdict": True, "text": "nine"}
     assert row == expected | {"completion_ids": [9], "prompt_ids": [1, 2, 3]}
 
@@ -278,9 +265,8 @@ def test_decode_tps_is_tokens_over_median_wall_of_an_even_number_of_rounds():
 def test_fixed_length_run_reports_requests_below_their_own_limit():
     requests = [one_request(num_tokens=4), one_request(num_tokens=3)]
     own_limits = [one_request(num_tokens=4), one_request(num_tokens=3, max_new_tokens=3)]
-    fixed = {"description": {"is_fixed_length": True}}
-    assert one_run((1.0, requests), **fixed)["num_short"] == 1
-    assert one_run((1.0, own_limits), **fixed)["num_short"] == 0
+    assert one_run((1.0, requests), is_fixed_length=True)["num_short"] == 1
+    assert one_run((1.0, own_limits), is_fixed_length=True)["num_short"] == 0
 
 
 def test_what_a_driver_does_not_see_is_none():
@@ -319,8 +305,7 @@ def test_workload_hash_is_stable_and_sees_every_part():
     work = ([[1, 2], [3]], 512, {"ignore_eos": True, "eos_token_ids": [0]})
     reordered = ([(1, 2), (3,)], 512, {"eos_token_ids": [0], "ignore_eos": True})
     assert metrics.workload_hash(*work) == metrics.workload_hash(*reordered)
-    assert metrics.workload_hash([[1]], 2, {}) == (
-        "ad3968f759cb2d105730fcae4cd1025d824a3d928f16e5872481b9c0a9a61e8e"
-    )
+    recorded = "ad3968f759cb2d105730fcae4cd1025d824a3d928f16e5872481b9c0a9a61e8e"
+    assert metrics.workload_hash([[1]], 2, {}) == recorded
     others = [([[1], [2, 3]], *work[1:]), (work[0], 511, work[2]), (work[0], 512, {"ignore_eos": False})]
     assert metrics.workload_hash(*work) not in {metrics.workload_hash(*other) for other in others}
