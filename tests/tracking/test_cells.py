@@ -82,6 +82,16 @@ def test_cells_whose_server_cannot_be_reached_are_kept_offline_in_silence(sweep_
     assert (found.run.run_id, found.rounds) == (find_cell_run_id(folder), [0])
 
 
+def test_run_of_the_callers_own_outlives_a_cell_that_cannot_go_online(sweep_folder, tmp_path, monkeypatch):
+    lose_server(monkeypatch)
+    settings = wandb.Settings(silent=True, reinit="create_new")
+    own = wandb.init(mode="offline", dir=tmp_path, settings=settings)
+    start_cell(make_cell(sweep_folder, 0), mode="online").finish(0)
+    own.log({"x": 1})
+    own.finish()
+    assert [row["x"] for row in read_back(tmp_path).history] == [1]
+
+
 def test_job_of_an_agent_joins_its_run(run_dir, sweep_folder, monkeypatch):
     parameters = run_dir / "config-agentrun.yaml"
     parameters.write_text(yaml.safe_dump({"wandb_version": 1, "compile.mode": {"value": "eager"}}))
