@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
-import random
-import statistics
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
-from huggingface_hub.errors import OfflineModeIsEnabled
 
 from cbexp.config import DatasetConfig, ExperimentConfig, ModelConfig, SamplingConfig
 from cbexp.dataset.completion_limits import draw_limits, load_completion_limits
@@ -40,10 +36,6 @@ def jsonl(path: Path, *rows: Any, **settings: Any) -> DatasetConfig:
     return DatasetConfig(kind="jsonl", name="jsonl", path=str(path), prompt_field="prompt", **settings)
 
 
-def arithmetic(**settings: Any) -> DatasetConfig:
-    return DatasetConfig(kind="arithmetic", verifier="arithmetic", **settings)
-
-
 # Chat templates and tokens
 
 
@@ -51,11 +43,8 @@ def test_prompts_and_chats_are_rendered_with_a_single_bos(tmp_path):
     chat = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "1."}]
     rows = ({"prompt": "Hi"}, {"prompt": [*chat, {"role": "user", "content": "2?"}]})
     prompts = load(jsonl(tmp_path / "rows", *rows, num_prompts=2, system_prompt="Be brief."))
-    system = "<s>[system]Be brief."
-    assert prompts.texts == [
-        f"{system}[user]Hi[assistant]",
-        f"{system}[user]1?[assistant]1.[user]2?[assistant]",
-    ]
+    texts = ["[user]Hi[assistant]", "[user]1?[assistant]1.[user]2?[assistant]"]
+    assert prompts.texts == [f"<s>[system]Be brief.{text}" for text in texts]
     assert prompts.prompt_ids[0].count(BOS_ID) == 1
     assert prompts.prompt_ids[0][0] == BOS_ID
     assert TOKENIZER.decode(prompts.prompt_ids[0][1:]) == "[system]Be brief.[user]Hi[assistant]"
@@ -65,10 +54,8 @@ def test_prompts_and_chats_are_rendered_with_a_single_bos(tmp_path):
 def test_a_template_from_a_file_goes_first_and_kwargs_reach_it(tmp_path):
     template = tmp_path / "bare.jinja"
     template.write_text("{% for message in messages %}{{ message.content }}{{ style }}{% endfor %}")
-    kwargs = {"style": "!"}
-    config = jsonl(
-        tmp_path / "rows", {"prompt": "Hi"}, chat_template=str(template), chat_template_kwargs=kwargs
-    )
+    settings = {"chat_template": str(template), "chat_template_kwargs": {"style": "!"}}
+    config = jsonl(tmp_path / "rows", {"prompt": "Hi"}, **settings)
     prompts = load(config, tokenizer=build_tokenizer(chat_template=None))
     assert prompts.prompt_ids == [TOKENIZER("Hi!", add_special_tokens=False)["input_ids"]]
 
@@ -112,34 +99,33 @@ def test_a_tokenizer_that_does_not_do_is_refused(tmp_path, tokenizer, vocab_size
 
 
 def test_arithmetic_prompts_come_with_answers_and_follow_the_seed():
-    prompts, again, other = (load(arithmetic(num_prompts=5), seed) for seed in (0, 0, 1))
+    config = DatasetConfig(kind="arithmetic", verifier="arithmetic", num_prompts=5)
+    prompts, again, other = (load(config, seed) for seed in (0, 0, 1))
     assert prompts.texts == again.texts != other.texts
-    assert len(prompts.prompt_ids) == len(prompts.answers or []) == 5
-    assert prompts.verifier is not None
-    assert all(prompts.verifier(f"= {answer}", answer) for answer in prompts.answers or [])
+    assert len(prompts.prompt_ids) == 5
+    assert all(prompts.verifier(f"= {answer}", answer) for answer in prompts.answers)
 
 
 # JSON lines
 
 
 def test_jsonl_fields_answers_and_blank_lines(tmp_path):
-    rows = ({"q": "A", "a": 4}, "", {"q": "B", "a": "5"})
-    config = jsonl(tmp_path / "rows", *rows, num_prompts=2, verifier="math", answer_field="a")
+    rows = ({"q": "A", "a": 4}, "", {"q": "B", "a": "5 + 2 = <<5+2=7>>7\n#### 1,007"})
+    config = jsonl(tmp_path / "rows", *rows, num_prompts=2, verifier="gsm8k", answer_field="a")
     config.prompt_field = "q"
     file = tmp_path / "rows"
     file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())  # a byte order mark is no part of the first row
     prompts = load(config)
-    assert prompts.answers == ["4", "5"]
-    assert prompts.verifier is not None
-    assert prompts.verifier(r"\boxed{5}", "5")
+    assert prompts.answers == ["4", "1007"]
+    assert prompts.verifier("So there are 1007 eggs.", "1007")
 
 
 def test_jsonl_is_shuffled_by_its_seed_before_rows_are_taken(tmp_path):
     rows = [{"prompt": str(i)} for i in range(20)]
-    plain, shuffled, again = (
-        load(jsonl(tmp_path / "rows", *rows, num_prompts=10, shuffle_seed=seed)).texts or []
-        for seed in (None, 3407, 3407)
-    )
+    configs = [
+        jsonl(tmp_path / "rows", *rows, num_prompts=10, shuffle_seed=seed) for seed in (None, 3407, 3407)
+    ]
+    plain, shuffled, again = (load(config).texts for config in configs)
     assert plain == [f"<s>[user]{i}[assistant]" for i in range(10)]
     assert shuffled == again
     assert not set(shuffled) <= set(plain)
@@ -155,7 +141,6 @@ GSM8K = {"verifier": "gsm8k", "answer_field": "answer"}
         ("[1]", {}, "line 2 of .*rows holds a JSON list"),
         ({"question": "?", "id": 1}, {}, "line 2 of .*rows has no field 'prompt'. Its fields: question, id"),
         ({"prompt": "  "}, {}, "line 2 of .*rows: its prompt is empty"),
-        ({"prompt": [{"role": "user", "content": ""}]}, {}, "line 2 of .*rows: its prompt is empty"),
         ({"prompt": 3}, {}, "line 2 of .*rows: its prompt is of type int"),
         ({"prompt": ["x"]}, {}, "line 2 of .*rows: a chat message is an object"),
         ({"prompt": [{"role": "user"}]}, {}, "line 2 of .*rows: a chat message needs a role and a content"),
@@ -163,11 +148,7 @@ GSM8K = {"verifier": "gsm8k", "answer_field": "answer"}
         ({"prompt": SYSTEM_CHAT}, {"system_prompt": "S"}, "line 2 of .* its own system message"),
         ({"prompt": "?"}, GSM8K, "line 2 of .*has no field 'answer'. Its fields: prompt"),
         ({"prompt": "?", "answer": None}, GSM8K, r"line 2 .* no answer, and dataset\.verifier=gsm8k"),
-        (
-            {"prompt": "?", "answer": "x"},
-            GSM8K,
-            "verifier=gsm8k cannot use its answer 'x': it holds no number",
-        ),
+        ({"prompt": "?", "answer": "x"}, GSM8K, "gsm8k cannot use its answer 'x': it holds no number"),
     ],
 )
 def test_bad_rows_are_named(tmp_path, row, settings, message):
@@ -192,20 +173,17 @@ def test_files_that_cannot_be_read_or_are_too_short_are_explained(tmp_path):
 
 @pytest.fixture(scope="module")
 def hub_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two configurations, as DAPO-Math-17k-Processed has them, in Parquet."""
+    """Two configurations, as DAPO-Math-17k-Processed has them, in Parquet; one has an empty prompt."""
     folder = tmp_path_factory.mktemp("dapo")
-    for language in ("en", "cn"):
-        rows = [
-            {"prompt": f"{language} {i}?", "solution": str(i), "reward_model": {"style": "rule"}}
-            for i in range(40)
-        ]
+    header = "configs:\n"
+    for language, empty in (("en", None), ("cn", 7)):
+        rows = [{"prompt": f"{language} {i}?" if i != empty else "", "solution": str(i)} for i in range(40)]
         (folder / language).mkdir()
         datasets.Dataset.from_list(rows).to_parquet(str(folder / language / "train.parquet"))
-    configs = "\n".join(
-        f"- config_name: {language}\n  data_files:\n  - split: train\n    path: {language}/*.parquet"
-        for language in ("en", "cn")
-    )
-    (folder / "README.md").write_text(f"---\nconfigs:\n{configs}\n---\n")
+        header += (
+            f"- config_name: {language}\n  data_files:\n  - split: train\n    path: {language}/*.parquet\n"
+        )
+    (folder / "README.md").write_text(f"---\n{header}---\n")
     return folder
 
 
@@ -230,24 +208,14 @@ def test_hub_rows_come_in_the_order_of_the_librarys_shuffle(hub_folder):
     assert load(hub(hub_folder, shuffle_seed=None, config_name="cn")).answers == ["0", "1", "2", "3"]
 
 
-def test_gsm8k_answers_are_the_numbers_after_the_mark(tmp_path):
-    rows = [{"question": "Eggs?", "answer": "5 + 2 = <<5+2=7>>7\n#### 1,007"}]
-    (tmp_path / "test.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    fields = {"prompt_field": "question", "answer_field": "answer", "verifier": "gsm8k"}
-    prompts = load(hub(tmp_path, config_name=None, split="test", num_prompts=1, **fields))
-    assert prompts.answers == ["1007"]
-    assert prompts.verifier is not None
-    assert prompts.verifier("So there are 1007 eggs.", "1007")
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"num_prompts": 41}, r"num_prompts=41 are asked for, and dataset .* \(split train\) has 40 rows"),
-        ({"prompt_field": "question"}, "has no field 'question'. Its fields: prompt, solution, reward_model"),
         ({"answer_field": "answer"}, "has no field 'answer'. Its fields: prompt, solution"),
         ({"split": "test"}, 'Unknown split "test"'),
         ({"config_name": "de"}, "'de' not found. Available: .*en"),
+        ({"config_name": "cn", "num_prompts": 40}, "row 7 of dataset .*: its prompt is empty"),  # shuffled
         ({"revision": "v2"}, r"is a folder here and has no revisions: remove revision=v2"),
     ],
 )
@@ -256,37 +224,21 @@ def test_what_a_hub_dataset_lacks_is_named(hub_folder, settings, message):
         load(hub(hub_folder, **settings))
 
 
-def test_an_empty_hub_prompt_is_named_by_its_own_row(tmp_path):
-    rows = [{"prompt": str(i) if i != 7 else "", "solution": "1"} for i in range(12)]
-    datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "train.parquet"))
-    with pytest.raises(DatasetError, match=r"row 7 of dataset .*: its prompt is empty"):
-        load(hub(tmp_path, config_name=None, num_prompts=12))
-
-
-FAILURES = {
-    "offline": OfflineModeIsEnabled("offline"),
-    "refused": ConnectionError("refused"),
-    "gated": datasets.exceptions.DatasetNotFoundError("Dataset 'org/d' is a gated dataset on the Hub."),
-}
-
-
 @pytest.mark.parametrize(
     ("path", "message"),
     [
         ("./nowhere", "there is no such folder"),
         (".", "cannot be loaded"),
-        ("org/offline", r"the hub cannot be reached. Give a local folder in dataset\.path"),
-        ("org/refused", "the hub cannot be reached"),
-        ("org/gated", "dataset 'org/gated' cannot be loaded: .*is a gated dataset"),
+        ("./torn", "cannot be loaded"),
+        ("org/none", r"the hub cannot be reached. Give a local folder in dataset\.path"),
     ],
 )
 def test_folders_and_hubs_without_a_dataset_are_explained(tmp_path, monkeypatch, path, message):
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise FAILURES[path.removeprefix("org/")]
-
     monkeypatch.chdir(tmp_path)
-    if path.startswith("org/"):
-        monkeypatch.setattr(datasets, "load_dataset", fail)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    if path == "./torn":
+        (tmp_path / "torn").mkdir()
+        (tmp_path / "torn/train.json").write_text('{"prompt": "?"}\n{broken')
     with pytest.raises(DatasetError, match=message):
         load(hub(path, config_name=None))
 
@@ -296,15 +248,6 @@ def test_folders_and_hubs_without_a_dataset_are_explained(tmp_path, monkeypatch,
 
 def synthetic(**settings: Any) -> DatasetConfig:
     return DatasetConfig(kind="synthetic", name="synthetic", **settings)
-
-
-@pytest.mark.parametrize(("num_prompts", "total"), [(32, 6168), (256, 51013)])
-def test_lengths_are_those_of_the_published_workloads(num_prompts, total):
-    config = synthetic(num_prompts=num_prompts, min_length=100, max_length=300, lengths_seed=3407)
-    prompts = load_prompts(config, None, 150_000, seed=0)
-    rng = random.Random(3407)
-    assert [len(ids) for ids in prompts.prompt_ids] == [rng.randint(100, 300) for _ in range(num_prompts)]
-    assert sum(map(len, prompts.prompt_ids)) == total
 
 
 def test_ids_follow_the_seed_and_avoid_special_ids():
@@ -317,36 +260,28 @@ def test_ids_follow_the_seed_and_avoid_special_ids():
     config = synthetic(num_prompts=20, min_length=1, max_length=50)  # lengths have no seed of their own
     first, other = ([len(ids) for ids in load(config, seed).prompt_ids] for seed in (0, 1))
     assert first != other
+    published = synthetic(num_prompts=32, min_length=100, max_length=300, lengths_seed=3407)
+    assert sum(map(len, load(published).prompt_ids)) == 6168
     no_tokenizer = load_prompts(config, None, 4, 0, special_ids=[0, 3])
     assert {token_id for ids in no_tokenizer.prompt_ids for token_id in ids} == {1, 2}
     assert no_tokenizer.texts is None
     assert not needs_tokenizer(config)
 
 
-@pytest.mark.parametrize("text", ["[5, 1, 9, 4]", "5\n1\n9\n4\n"])
-def test_lengths_come_from_a_file(tmp_path, text):
-    (tmp_path / "lengths").write_text(text)
-    config = synthetic(num_prompts=3, lengths_file=str(tmp_path / "lengths"))
-    assert [len(ids) for ids in load(config).prompt_ids] == [5, 1, 9]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (None, "cannot be read: "),
-        ("5\n0\n", "'0' is none"),
-        ("[1, 2.5]", "2.5 is none"),
-        ("[1, ", "no list of lengths"),
-        ("[null]", "no list of lengths"),
-        ("5\n6\n", "num_prompts=3 are asked for, and .* has 2 lengths"),
-    ],
-)
-def test_bad_files_of_lengths_are_explained(tmp_path, text, message):
+def test_lengths_come_from_a_file(tmp_path):
     path = tmp_path / "lengths"
-    if text is not None:
+    config = synthetic(num_prompts=3, lengths_file=str(path))
+    for text in ("[5, 1, 9, 4]", "5\n1\n9\n4\n"):
         path.write_text(text)
-    with pytest.raises(DatasetError, match=message):
-        load(synthetic(num_prompts=3, lengths_file=str(path)))
+        assert [len(ids) for ids in load(config).prompt_ids] == [5, 1, 9]
+    refused = {"5\n0\n": "'0' is none", "[1, 2.5]": "2.5 is none", "[1, ": "no list of lengths"}
+    for text, message in (refused | {"5\n6\n": "num_prompts=3 are asked for, and .* has 2 lengths"}).items():
+        path.write_text(text)
+        with pytest.raises(DatasetError, match=message):
+            load(config)
+    path.unlink()
+    with pytest.raises(DatasetError, match="cannot be read: "):
+        load(config)
 
 
 # Limits of new tokens
@@ -354,10 +289,10 @@ def test_bad_files_of_lengths_are_explained(tmp_path, text, message):
 DRAWN = SamplingConfig(max_new_tokens=8192, median_new_tokens=600)
 
 
-def experiment(sampling: SamplingConfig, num_prompts: int = 3, seed: int = 0) -> ExperimentConfig:
+def experiment(sampling: SamplingConfig, seed: int = 0) -> ExperimentConfig:
     config = ExperimentConfig(
         model=ModelConfig(name="test", init="random", architecture=QWEN3, device="cpu"),
-        dataset=synthetic(num_prompts=num_prompts, min_length=5, max_length=5),
+        dataset=synthetic(num_prompts=3, min_length=5, max_length=5),
         sampling=sampling,
         seed=seed,
     )
@@ -365,52 +300,42 @@ def experiment(sampling: SamplingConfig, num_prompts: int = 3, seed: int = 0) ->
     return config
 
 
-def from_file(tmp_path, text: str, num_prompts: int = 3) -> ExperimentConfig:
+def from_file(tmp_path, text: str) -> ExperimentConfig:
     path = tmp_path / "limits.json"
     path.write_text(text)
-    return experiment(SamplingConfig(max_new_tokens_file=str(path)), num_prompts)
+    return experiment(SamplingConfig(max_new_tokens_file=str(path)))
 
 
 def test_limits_are_one_for_all_or_those_of_a_file(tmp_path):
     assert load_completion_limits(experiment(SamplingConfig(max_new_tokens=7))) == [7, 7, 7]
     assert load_completion_limits(experiment(SamplingConfig())) == [512] * 3
-    assert load_completion_limits(from_file(tmp_path, "[4, 90, 1]")) == [4, 90, 1]
-
-
-@pytest.mark.parametrize("text", ["4 90 1", "{}", "[4, 0, 1]", "[4, 1.5, 2]", "[true, 4, 5]"])
-def test_file_that_is_no_list_of_limits_is_refused(tmp_path, text):
-    with pytest.raises(ConfigError, match=r"sampling.max_new_tokens_file=.*limits.json"):
-        load_completion_limits(from_file(tmp_path, text))
-
-
-def test_file_that_is_not_there_or_has_another_number_of_limits_is_refused(tmp_path):
-    config = experiment(SamplingConfig(max_new_tokens_file=str(tmp_path / "none.json")))
-    with pytest.raises(ConfigError, match=r"none.json.* cannot be read: "):
+    config = from_file(tmp_path, "[4, 90, 1]")
+    assert load_completion_limits(config) == [4, 90, 1]
+    for text, message in (
+        ("4 90 1", "is no JSON"),
+        ("{}", "must be a JSON list of whole numbers"),
+        ("[4, 0, 1]", "must be a JSON list of whole numbers"),
+        ("[true, 4, 5]", "must be a JSON list of whole numbers"),
+        ("[4, 90]", "has 2 limits, and dataset.num_prompts=3"),
+        ("[4, 90, 1, 2]", "has 4 limits, and dataset.num_prompts=3"),
+    ):
+        with pytest.raises(ConfigError, match=f"sampling.max_new_tokens_file=.*limits.json {message}"):
+            load_completion_limits(from_file(tmp_path, text))
+    (tmp_path / "limits.json").unlink()
+    with pytest.raises(ConfigError, match="cannot be read: "):
         load_completion_limits(config)
-    for num_prompts in (2, 4):
-        with pytest.raises(ConfigError, match=f"has 3 limits, and dataset.num_prompts={num_prompts}"):
-            load_completion_limits(from_file(tmp_path, "[4, 90, 1]", num_prompts))
-
-
-def test_drawn_limits_are_log_normal():
-    limits = draw_limits(DRAWN, 20_000, seed=1)
-    logarithms = [math.log(limit) for limit in limits]
-    assert statistics.median(limits) == pytest.approx(600, rel=0.03)
-    assert statistics.stdev(logarithms) == pytest.approx(1.0, rel=0.03)
-    assert max(limits) == 8192
-    assert min(limits) >= 1
-    assert (
-        draw_limits(SamplingConfig(max_new_tokens=9, median_new_tokens=5, sigma_new_tokens=0), 4, 0)
-        == [5] * 4
-    )
 
 
 def test_drawn_limits_are_fixed_by_their_seed_and_begin_alike():
-    assert draw_limits(DRAWN, 8, seed=1) == draw_limits(DRAWN, 20, seed=1)[:8]
-    assert draw_limits(DRAWN, 8, seed=1) != draw_limits(DRAWN, 8, seed=2)
+    assert draw_limits(DRAWN, 5, seed=3407) == [297, 1318, 4594, 484, 388]  # log-normal
+    assert (
+        draw_limits(DRAWN, 8, seed=1) == draw_limits(DRAWN, 20, seed=1)[:8] != draw_limits(DRAWN, 8, seed=2)
+    )
     own = SamplingConfig(max_new_tokens=8192, median_new_tokens=600, new_tokens_seed=5)
     assert load_completion_limits(experiment(own, seed=1)) == load_completion_limits(experiment(own, seed=2))
     assert load_completion_limits(experiment(DRAWN, seed=1)) == draw_limits(DRAWN, 3, seed=1)
+    clipped = draw_limits(SamplingConfig(max_new_tokens=9, median_new_tokens=2, sigma_new_tokens=3), 99, 0)
+    assert (min(clipped), max(clipped)) == (1, 9)
 
 
 def test_plan_counts_every_request_at_its_own_length(tmp_path):

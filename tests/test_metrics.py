@@ -9,27 +9,20 @@ from typing import Any
 import pytest
 
 from cbexp import metrics
-from cbexp.engine.types import Completion, FinishReason, RequestTimings, StepInfo, StepKind
-from cbexp.metrics import MemoryUse, RequestRecord, RoundRecord
+from cbexp.engine.types import Completion, RequestTimings, StepInfo
+from cbexp.metrics import MemoryUse
 from tests.metrics_fixtures import describe_run
 
 DESCRIPTION = describe_run(num_generations=2)
-Times = tuple[float, float | None, float | None, float | None]
 
 
 def completion(
-    ids: tuple[int, ...] = (5, 6, 7, 8),
-    reason: FinishReason = "eos",
-    prompt_ids: tuple[int, ...] = (1, 2, 3),
-    times: Times = (10.0, 10.5, 11.0, 14.0),
-    error: str | None = None,
-) -> Completion:
+    ids=(5, 6, 7, 8), reason="eos", prompt_ids=(1, 2, 3), times=(10.0, 10.5, 11.0, 14.0), error=None
+):
     return Completion("id", prompt_ids, ids, reason, RequestTimings(*times), error)
 
 
-def step(
-    kind: StepKind, start_s: float, end_s: float, num_requests: int = 2, num_tokens: int = 2, **changes: float
-) -> StepInfo:
+def step(kind, start_s, end_s, num_requests=2, num_tokens=2, **changes):
     info = StepInfo(kind, 1, num_requests, num_tokens, 0, None, start_s, end_s, 0, 0, 0.5)
     return dataclasses.replace(info, **changes)
 
@@ -41,83 +34,65 @@ COMPLETIONS = {
     "c": completion((5, 6), "failed", times=(10.0, None, None, None), error="boom"),
 }
 STEPS = [
-    step("prefill", 100.0, 101.0, num_requests=4, num_tokens=90, num_padding=10, cache_used_fraction=0.2),
-    step("mixed", 101.0, 101.5, num_requests=4, num_tokens=20),
-    step(
-        "decode",
-        102.0,
-        103.0,
-        4,
-        num_tokens=20,
-        num_steps=8,
-        num_padding=12,
-        bucket=4,
-        cache_used_fraction=0.6,
-    ),
-    step("decode", 103.0, 103.5, num_requests=1, num_tokens=2, num_steps=2, num_finished=1),
+    step("prefill", 100.0, 101.0, 4, 90, num_padding=10, cache_used_fraction=0.2),
+    step("mixed", 101.0, 101.5, 4, 20),
+    step("decode", 102.0, 103.0, 4, 20, num_steps=8, num_padding=12, bucket=4, cache_used_fraction=0.6),
+    step("decode", 103.0, 103.5, 1, 2, num_steps=2, num_finished=1),
 ]
 
-
-def requests_of(index: int, completions: dict[str, Completion] = COMPLETIONS) -> list[RequestRecord]:
-    return metrics.summarize_requests(
-        index, completions, ["a", "b", "c", "d"], [True, False, None, None], [4, 5, 4, 4]
-    )
+SHARES = {"prefill_share": 0.2, "mixed_share": 0.1, "decode_share": 0.3}
+SHARES |= {"outside_steps_share": pytest.approx(0.4)}
+SHARES |= {"num_bursts": 2, "steps_per_burst": 5.0, "tokens_per_burst": 11.0}
 
 
-def one_request(**changes: Any) -> RequestRecord:
+def requests_of(index, completions=COMPLETIONS):
+    verdicts, limits = [True, False, None, None], [4, 5, 4, 4]
+    return metrics.summarize_requests(index, completions, ["a", "b", "c", "d"], verdicts, limits)
+
+
+def one_request(**changes):
     record = metrics.summarize_requests(0, {"r": completion()}, ["r"], [True], [4])[0]
     return dataclasses.replace(record, **changes)
 
 
-def one_round(index: int, wall_s: float, requests: list[RequestRecord], **options: Any) -> RoundRecord:
-    is_warmup, steps, memory = (options.get(key) for key in ("is_warmup", "steps", "memory"))
-    return metrics.summarize_round(
-        index, bool(is_warmup), 100.0, 100.0 + wall_s, requests, steps or [], memory
-    )
+def one_round(index, wall_s, requests, is_warmup=False, steps=(), memory=None):
+    return metrics.summarize_round(index, is_warmup, 100.0, 100.0 + wall_s, requests, steps, memory)
 
 
-def one_run(*rounds: tuple[float, list[RequestRecord]], **options: Any) -> dict:
+def one_run(*rounds, **description):
     """The summary of timed rounds: their seconds and their requests."""
-    description = dataclasses.replace(DESCRIPTION, **options.pop("description", {}))
-    records = [one_round(index, *timed, **options) for index, timed in enumerate(rounds)]
-    requests = [
-        dataclasses.replace(request, round_index=index)
-        for index, (_, own) in enumerate(rounds)
-        for request in own
-    ]
-    return metrics.summarize_run(description, records, requests, {}, None, [], {})
+    records = [one_round(index, *timed) for index, timed in enumerate(rounds)]
+    indexed = [(index, request) for index, (_, own) in enumerate(rounds) for request in own]
+    requests = [dataclasses.replace(request, round_index=index) for index, request in indexed]
+    described = dataclasses.replace(DESCRIPTION, **description)
+    return metrics.summarize_run(described, records, requests, {}, None, [], {})
 
 
 # Percentiles and spreads
 
 
-@pytest.mark.parametrize(
-    ("percent", "expected"), [(0, 10.0), (25, 20.0), (50, 30.0), (90, 46.0), (99, 49.6), (100, 50.0)]
-)
-def test_percentile_interpolates_between_the_nearest_ranks(percent, expected):
-    assert metrics.percentile([50.0, 10.0, 40.0, 20.0, 30.0], percent) == pytest.approx(expected)
-    assert metrics.percentile([7.0], percent) == 7.0
+def test_percentile_interpolates_between_the_nearest_ranks():
+    values = [50.0, 10.0, 40.0, 20.0, 30.0]
+    found = [metrics.percentile(values, percent) for percent in (0, 25, 50, 90, 99, 100)]
+    assert found == pytest.approx([10.0, 20.0, 30.0, 46.0, 49.6, 50.0])
+    assert metrics.percentile([7.0], 90) == 7.0
+    for values, percent in (([], 50), ([1.0], -1), ([1.0], 101)):
+        with pytest.raises(ValueError, match="percent"):
+            metrics.percentile(values, percent)
 
 
-@pytest.mark.parametrize(("values", "percent"), [([], 50), ([1.0], -1), ([1.0], 101)])
-def test_percentile_refuses_what_has_none(values, percent):
-    with pytest.raises(ValueError, match="percent"):
-        metrics.percentile(values, percent)
-
-
-@pytest.mark.parametrize(
-    ("spread", "expected"),
-    [
-        (metrics.spread([10.0, 12.0, 9.0]), (10.0, 9.0, 12.0, 0.15)),
-        (metrics.spread([8.0, 1.0, 2.0, 4.0]), (3.0, 1.0, 8.0, 7 / 6)),  # the mean of the middle two
-        (metrics.spread([0.0, 0.0]), (0.0, 0.0, 0.0, 0.0)),
-        (metrics.spread_of_rate([100, 90, 120], [2.0, 1.0, 4.0]), (50.0, 30.0, 90.0, 0.6)),
+def test_spreads():
+    found = [
+        metrics.spread([10.0, 12.0, 9.0]),
+        metrics.spread([8.0, 1.0, 2.0, 4.0]),  # the mean of the middle two
+        metrics.spread([0.0, 0.0]),
+        metrics.spread_of_rate([100, 90, 120], [2.0, 1.0, 4.0]),
         # Of an even number of rounds, by their seconds, the middle two together.
-        (metrics.spread_of_rate([90, 60, 80, 50], [1.0, 4.0, 3.0, 10.0]), (20.0, 5.0, 90.0, 2.125)),
-    ],
-)
-def test_spreads(spread, expected):
-    assert dataclasses.astuple(spread) == pytest.approx(expected)
+        metrics.spread_of_rate([90, 60, 80, 50], [1.0, 4.0, 3.0, 10.0]),
+    ]
+    expected = [(10.0, 9.0, 12.0, 0.15), (3.0, 1.0, 8.0, 7 / 6), (0.0, 0.0, 0.0, 0.0)]
+    expected += [(50.0, 30.0, 90.0, 0.6), (20.0, 5.0, 90.0, 2.125)]
+    assert [dataclasses.astuple(spread) for spread in found] == [pytest.approx(row) for row in expected]
 
 
 # Requests
@@ -136,19 +111,13 @@ def test_requests_have_their_times_from_submission_on_and_what_is_missing_is_los
     assert dataclasses.astuple(d) == lost
     (single,) = metrics.summarize_requests(0, {"r": completion((5,))}, ["r"], [None], [4])
     assert (single.tpot_s, single.latency_s) == (None, 4.0)
-
-
-def test_verdicts_must_be_parallel_and_completions_known():
-    with pytest.raises(ValueError, match="zip"):
-        metrics.summarize_requests(0, {}, ["a", "b"], [None], [4, 4])
     with pytest.raises(ValueError, match="not submitted: x"):
         metrics.summarize_requests(0, {"x": completion()}, ["a"], [None], [4])
 
 
 def test_completion_rows_hold_what_came_back_in_order():
-    (row,) = metrics.summarize_completions(
-        1, {"b": completion((9,))}, ["a", "b"], [None, "nine"], [None, True]
-    )
+    came_back = {"b": completion((9,))}
+    (row,) = metrics.summarize_completions(1, came_back, ["a", "b"], [None, "nine"], [None, True])
     expected = {"round_index": 1, "request_id": "b", "finish_reason": "eos", "verdict": True, "text": "nine"}
     assert row == expected | {"completion_ids": [9], "prompt_ids": [1, 2, 3]}
 
@@ -182,36 +151,25 @@ def test_record_of_a_round():
     def quantiles(*values: float) -> Any:
         return pytest.approx(dict(zip(("mean", "min", "p50", "p90", "p99", "max"), values, strict=True)))
 
-    assert record.pop("steps") == {
+    assert record.pop("steps") == SHARES | {
         "num_steps": 12,
-        "prefill_share": 0.2,
-        "mixed_share": 0.1,
-        "decode_share": 0.3,
-        "outside_steps_share": pytest.approx(0.4),
         "decode_step_s": quantiles(0.15, 0.125, 0.125, 0.25, 0.25, 0.25),  # 8 of 1/8 s, 2 of 1/4 s
         "mean_decode_batch": pytest.approx(22 / 10),  # those still active: tokens a step
         "mean_batch": pytest.approx((4 + 4 + 22) / 12),
         "peak_batch": 4,
         "occupancy": pytest.approx(30 / 48),
         "padding_share": pytest.approx(22 / (132 + 22)),
-        "num_bursts": 2,
-        "steps_per_burst": 5.0,
-        "tokens_per_burst": 11.0,
         "mean_cache_used": pytest.approx((1.0 * 0.2 + 0.5 * 0.5 + 1.0 * 0.6 + 0.5 * 0.5) / 3.0),  # by time
         "peak_cache_used": 0.6,
     }
-    assert record == {
+    counts = {"num_requests": 4, "num_finished": 2, "num_failed": 1, "num_lost": 1}
+    # The tokens of the failed one are discarded, and it is in no rate and no percentile.
+    counts |= {"num_prompt_tokens": 4, "num_output_tokens": 8, "num_discarded_tokens": 2}
+    assert record == counts | {
         "round_index": 0,
         "is_warmup": False,
         "wall_s": 5.0,
-        "num_requests": 4,
-        "num_finished": 2,
-        "num_failed": 1,
-        "num_lost": 1,
         "finish_reasons": {"eos": 1, "length": 1, "failed": 1, "lost": 1},
-        "num_prompt_tokens": 4,
-        "num_output_tokens": 8,
-        "num_discarded_tokens": 2,  # of the failed one, which is in no rate and no percentile
         "output_tokens_per_s": 1.6,
         "total_tokens_per_s": 2.4,
         "requests_per_s": 0.4,
@@ -227,15 +185,6 @@ def test_record_of_a_round():
     }
 
 
-def test_round_without_steps_verdicts_or_decoding():
-    bare = one_round(0, 1.0, [one_request(verdict=None)])
-    assert (bare.steps, bare.accuracy) == (None, None)
-    prefill = metrics.summarize_steps([step("prefill", 0.0, 1.0)], wall_s=1.0)
-    assert (prefill.decode_step_s, prefill.mean_decode_batch, prefill.tokens_per_burst) == (None,) * 3
-    with pytest.raises(ValueError, match="not after its start"):
-        one_round(0, 0.0, [one_request()])
-
-
 # Runs
 
 
@@ -244,72 +193,56 @@ def test_summary_of_a_run():
     other = COMPLETIONS | {"a": completion((5, 6, 8))}
     requests = [requests_of(index, other if index == 3 else COMPLETIONS) for index in range(4)]
     peaks = [(99.0, 99.0), (2.0, 3.0), (1.0, 4.0), (1.0, 1.0)]
+    steps = [STEPS, STEPS, STEPS, [step("decode", 100.0, 101.0, cache_used_fraction=0.9)]]
     rounds = [
-        one_round(i, wall_s, own, is_warmup=i == 0, steps=STEPS, memory=MemoryUse(0, 0, *peaks[i], 1.0))
+        one_round(i, wall_s, own, is_warmup=i == 0, steps=steps[i], memory=MemoryUse(0, 0, *peaks[i], 1.0))
         for i, (wall_s, own) in enumerate(zip((50.0, 5.0, 4.0, 8.0), requests, strict=True))
     ]
     # A step of 0.15 s reads 100 bytes of weights and 10 for each token of each request's context.
     roofline = metrics.RooflineInputs(2000.0, lambda batch, context: 100 + batch * context * 10)
     context = metrics.mean_decode_context([request for own in requests[1:] for request in own])
     idle = [{"setting": "x", "value": 1, "reason": "y"}]
-    stats = {"graphs": 9, "replays": 70, "compile_s": 1.5, "device_idle_share": 0.02, "unknown": 1}
+    compiled = {"graphs": 9, "replays": 70, "compile_s": 1.5, "device_idle_share": 0.02}
     flat = [request for own in requests for request in own]
+    durations_s = {"load": 1.5, "warmup": 2.0}
     summary = metrics.summarize_run(
-        DESCRIPTION, rounds, flat, {"load": 1.5, "warmup": 2.0}, roofline, ["be careful"], stats, idle
+        DESCRIPTION, rounds, flat, durations_s, roofline, ["be careful"], compiled | {"unknown": 1}, idle
     )
     json.dumps(summary, allow_nan=False)
     assert summary.pop("roofline_fraction") == pytest.approx((100 + 22 * context) / 2000 / 0.15)
     times = {name: summary.pop(name) for name in ("queue_s", "ttft_s", "tpot_s", "latency_s")}
     assert [times[name]["p50"] for name in times] == [0.75, 1.5, 1.25, 5.0]
-    assert summary.pop("completion_tokens") == {
-        "mean": 4.0, "min": 3, "p50": 4.0, "p90": 5.0, "p99": 5.0, "max": 5,
-    }  # fmt: skip
-    assert summary == {
+    lengths = {"mean": 4.0, "min": 3, "p50": 4.0, "p90": 5.0, "p99": 5.0, "max": 5}
+    assert summary.pop("completion_tokens") == lengths
+
+    def spread(*values: float) -> Any:
+        return dict(zip(("median", "min", "max", "relative_half_range"), values, strict=True))
+
+    for_others = {"n_prompts": 2, "n_decoded_tokens": 8, "decode_tps": 1.6, "peak_memory_gb": 2 * 2**30 / 1e9}
+    counts = {"num_requests": 12, "num_finished": 6, "num_failed": 3, "num_lost": 3, "num_short": None}
+    counts |= {"num_prompt_tokens": 12, "num_output_tokens": 24, "num_judged": 6, "num_correct": 3}
+    assert summary == DESCRIPTION.to_dict() | for_others | counts | SHARES | {
         "status": "completed",
-        **DESCRIPTION.to_dict(),
-        "n_prompts": 2,
-        "n_decoded_tokens": 8,
         "wall_times_s": [5.0, 4.0, 8.0],
         "median_wall_s": 5.0,
-        "decode_tps": 1.6,
-        "peak_memory_gb": 2 * 2**30 / 1e9,
         "num_warmup_rounds": 1,
         "num_rounds": 3,
-        "durations_s": {"load": 1.5, "warmup": 2.0},
-        "wall_s": {"median": 5.0, "min": 4.0, "max": 8.0, "relative_half_range": 0.4},
-        "output_tokens_per_s": {"median": 1.6, "min": 1.0, "max": 2.0, "relative_half_range": 0.3125},
-        "total_tokens_per_s": {"median": 2.4, "min": 1.5, "max": 3.0, "relative_half_range": 0.3125},
-        "requests_per_s": {"median": 0.4, "min": 0.25, "max": 0.5, "relative_half_range": 0.3125},
-        "num_requests": 12,
-        "num_finished": 6,
-        "num_failed": 3,
-        "num_lost": 3,
-        "num_short": None,
+        "durations_s": durations_s,
+        "wall_s": spread(5.0, 4.0, 8.0, 0.4),
+        "output_tokens_per_s": spread(1.6, 1.0, 2.0, 0.3125),
+        "total_tokens_per_s": spread(2.4, 1.5, 3.0, 0.3125),
+        "requests_per_s": spread(0.4, 0.25, 0.5, 0.3125),
         "finish_reasons": {"eos": 3, "length": 3, "failed": 3, "lost": 3},
-        "num_prompt_tokens": 12,
-        "num_output_tokens": 24,
-        "num_judged": 6,
-        "num_correct": 3,
         "accuracy": 0.5,
         "num_steps": 12,
         "decode_step_s": {"mean": 0.15, "p50": 0.125, "p90": 0.25, "p99": 0.25},
-        "prefill_share": 0.2,
-        "mixed_share": 0.1,
-        "decode_share": 0.3,
-        "outside_steps_share": pytest.approx(0.4),
         "occupancy": 0.625,
         "mean_batch": 2.5,
         "padding_share": pytest.approx(1 / 7),
-        "num_bursts": 2,
-        "steps_per_burst": 5.0,
-        "tokens_per_burst": 11.0,
         "mean_cache_used": pytest.approx(1.3 / 3),
-        "peak_cache_used": 0.6,
+        "peak_cache_used": 0.9,
         **dict.fromkeys(metrics.COMPILE_STATS),
-        "graphs": 9,
-        "replays": 70,
-        "compile_s": 1.5,
-        "device_idle_share": 0.02,
+        **compiled,
         "peak_allocated_gib": 2.0,
         "peak_reserved_gib": 4.0,
         "peak_host_gib": 1.0,
@@ -332,29 +265,20 @@ def test_decode_tps_is_tokens_over_median_wall_of_an_even_number_of_rounds():
 def test_fixed_length_run_reports_requests_below_their_own_limit():
     requests = [one_request(num_tokens=4), one_request(num_tokens=3)]
     own_limits = [one_request(num_tokens=4), one_request(num_tokens=3, max_new_tokens=3)]
-    fixed = {"description": {"is_fixed_length": True}}
-    assert one_run((1.0, requests), **fixed)["num_short"] == 1
-    assert one_run((1.0, own_limits), **fixed)["num_short"] == 0
+    assert one_run((1.0, requests), is_fixed_length=True)["num_short"] == 1
+    assert one_run((1.0, own_limits), is_fixed_length=True)["num_short"] == 0
 
 
 def test_what_a_driver_does_not_see_is_none():
-    requests = [one_request()]
+    requests = [one_request(verdict=None)]
     alone = one_run((1.0, requests))
     missing = ("decode_step_s", "decode_share", "peak_cache_used", "are_rounds_identical", "peak_memory_gb")
-    missing += ("roofline_fraction", "bandwidth_bytes_per_s")
+    missing += ("roofline_fraction", "bandwidth_bytes_per_s", "accuracy")
     assert {alone[key] for key in missing} == {None}
     again = one_run((1.0, requests), (1.0, requests))
     assert (again["are_rounds_identical"], again["num_differing_requests"]) == (True, 0)
-
-
-def test_step_figures_are_medians_over_rounds():
-    rounds = [
-        one_round(i, 10.0, [], steps=[step("decode", 100.0, 100.0 + took_s, cache_used_fraction=cache)])
-        for i, (took_s, cache) in enumerate([(1.0, 0.1), (2.0, 0.9), (6.0, 0.2)])
-    ]
-    summary = metrics.summarize_run(DESCRIPTION, rounds, [], {}, None, [], {})
-    assert summary["decode_step_s"] == {"mean": 2.0, "p50": 2.0, "p90": 2.0, "p99": 2.0}
-    assert (summary["decode_share"], summary["peak_cache_used"]) == (pytest.approx(0.2), 0.9)
+    prefill = metrics.summarize_steps([step("prefill", 0.0, 1.0)], wall_s=1.0)
+    assert (prefill.decode_step_s, prefill.mean_decode_batch, prefill.tokens_per_burst) == (None,) * 3
 
 
 def test_run_without_timed_round_or_with_equal_indices_is_refused():
@@ -363,6 +287,8 @@ def test_run_without_timed_round_or_with_equal_indices_is_refused():
     for rounds, message in (([warmup], "timed round"), ([warmup, timed], "same round_index")):
         with pytest.raises(ValueError, match=message):
             metrics.summarize_run(DESCRIPTION, rounds, [], {}, None, [], {})
+    with pytest.raises(ValueError, match="not after its start"):
+        one_round(0, 0.0, [one_request()])
 
 
 def test_roofline_with_worked_numbers():
@@ -379,8 +305,7 @@ def test_workload_hash_is_stable_and_sees_every_part():
     work = ([[1, 2], [3]], 512, {"ignore_eos": True, "eos_token_ids": [0]})
     reordered = ([(1, 2), (3,)], 512, {"eos_token_ids": [0], "ignore_eos": True})
     assert metrics.workload_hash(*work) == metrics.workload_hash(*reordered)
-    assert metrics.workload_hash([[1]], 2, {}) == (
-        "ad3968f759cb2d105730fcae4cd1025d824a3d928f16e5872481b9c0a9a61e8e"
-    )
+    recorded = "ad3968f759cb2d105730fcae4cd1025d824a3d928f16e5872481b9c0a9a61e8e"
+    assert metrics.workload_hash([[1]], 2, {}) == recorded
     others = [([[1], [2, 3]], *work[1:]), (work[0], 511, work[2]), (work[0], 512, {"ignore_eos": False})]
     assert metrics.workload_hash(*work) not in {metrics.workload_hash(*other) for other in others}

@@ -3,8 +3,8 @@
 import random
 import re
 import string
-import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -55,32 +55,26 @@ def test_solutions_are_those_of_the_words_and_show_true_steps():
             assert sum(terms) == int(result), question
 
 
-@pytest.mark.parametrize(
-    ("value", "sign", "operand", "line"),
-    [
-        (47, 1, 85, "47+85: 7+5=12 4+8+1=13"),
-        (4, 1, 5, "4+5: 4+5=9"),
-        (90, -1, 12, "90-12: 10-2=8 9-1-1=7"),
-        (12, -1, 90, "12-90: -(90-12) 10-2=8 9-1-1=7"),
-        (105, -1, 7, "105-7: 15-7=8 10-0-1=9 1-0-1=0"),
-        (-78, 1, 90, "-78+90: 90-78 10-8=2 9-7-1=1"),
-        (-78, 1, 45, "-78+45: -(78-45) 8-5=3 7-4=3"),
-        (-78, -1, 45, "-78-45: -(78+45) 8+5=13 7+4+1=12"),
-        (-45, 1, 45, "-45+45: 45-45 5-5=0 4-4=0"),
-    ],
-)
-def test_each_case_of_an_operation(value: int, sign: int, operand: int, line: str):
-    assert arithmetic._solve_operation(value, sign, operand) == line
+def test_each_case_of_an_operation():
+    lines = {
+        (47, 1, 85): "47+85: 7+5=12 4+8+1=13",
+        (90, -1, 12): "90-12: 10-2=8 9-1-1=7",
+        (12, -1, 90): "12-90: -(90-12) 10-2=8 9-1-1=7",
+        (105, -1, 7): "105-7: 15-7=8 10-0-1=9 1-0-1=0",
+        (-78, 1, 90): "-78+90: 90-78 10-8=2 9-7-1=1",
+        (-78, 1, 45): "-78+45: -(78-45) 8-5=3 7-4=3",
+        (-78, -1, 45): "-78-45: -(78+45) 8+5=13 7+4+1=12",
+        (-45, 1, 45): "-45+45: 45-45 5-5=0 4-4=0",
+    }
+    assert {operation: arithmetic._solve_operation(*operation) for operation in lines} == lines
 
 
 def test_questions_vary():
     questions = build_questions(1000, 5, "heldout")
     num_operands = Counter(len(read_terms(question.text)) for question in questions)
     assert set(num_operands) == {2, 3} and min(num_operands.values()) > 400
-    wordings = Counter(
-        re.sub(r"\d+|\b(add|up|plus|subtract|take away|down|minus)\b", "_", q.text) for q in questions
-    )
-    assert len(wordings) == 14  # of 15: `What is _ plus _?` and `What is _ minus _?` count as one here
+    varying = re.compile(r"\d+|\b(add|up|plus|subtract|take away|down|minus)\b")
+    assert len({varying.sub("_", question.text) for question in questions}) == 14  # kinds of wording
     assert len({len(question.solution) for question in questions}) > 30
     assert any(question.answer < 0 for question in questions)
 
@@ -92,57 +86,28 @@ def test_splits_share_no_problem_in_any_order_or_wording():
     assert {terms for terms in trained & held_out if 0 not in terms} == set()
 
 
-def test_held_out_share_and_distinct_questions(monkeypatch: pytest.MonkeyPatch):
+def test_held_out_share_and_distinct_questions(monkeypatch):
     monkeypatch.setattr(arithmetic, "NUM_OPERAND_VALUES", 6)
-    num_problems = 2 * 6**2 + 4 * 6**3
-    num_heldout = count_split("heldout")
-    num_train = count_split("train")
-    assert num_heldout + num_train == num_problems
-    assert 0.10 < num_heldout / num_problems < 0.20
+    sizes = {}
+    for split in ("heldout", "train"):
+        with pytest.raises(DatasetError, match="9999 arithmetic questions") as refused:
+            build_questions(9999, 0, split)
+        sizes[split] = int(re.findall(r"holds (\d+)", str(refused.value))[0])
+        questions = build_questions(sizes[split], 0, split)
+        assert len({question.solution for question in questions}) == sizes[split]
+    assert sum(sizes.values()) == 2 * 6**2 + 4 * 6**3
+    assert 0.10 < sizes["heldout"] / sum(sizes.values()) < 0.20
 
 
-def count_split(split: arithmetic.Split) -> int:
-    """Count what a split holds, from the error for asking for more."""
-    with pytest.raises(DatasetError, match="9999 arithmetic questions") as raised:
-        build_questions(9999, 0, split)
-    num_questions = int(re.findall(r"holds (\d+)", str(raised.value))[0])
-    questions = build_questions(num_questions, 0, split)
-    assert len({question.solution for question in questions}) == num_questions
-    return num_questions
+WRONG = ["", "   \n", "132", "= 131", "= 13", "= 1322", "= -132", "= 132 or so", "= 132\n= 7"]
+WRONG += ["= 132\n132-7:", "47+85=132", "= 132.0", "= 1 32", "= ١٣٢", "= 132<|im_end|>", "= " + "1" * 5000]
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("47+85: 7+5=12 4+8+1=13\n= 132", 132),
-        ("= 132\n", 132),
-        ("steps\n= 132  ", 132),
-        ("12-90: -(90-12) 10-2=8 9-1-1=7\n= -78", -78),
-    ],
-)
-def test_right_answers(text: str, answer: int):
-    assert verify_answer(text, answer)
-    assert not verify_answer(text, -answer)
-
-
-WRONG = [
-    "",
-    "   \n",
-    "132",
-    "= 131",
-    "= 13",
-    "= 1322",
-    "= -132",
-    "= 132 or so",
-    "= 132\n= 7",
-    "= 132\n132-7:",
-]
-WRONG += ["47+85=132", "= 132.0", "= 1 32", "= ١٣٢", "= 132<|im_end|>", "= " + "1" * 5000]
-
-
-@pytest.mark.parametrize("text", WRONG, ids=lambda text: text[:20])
-def test_wrong_and_malformed_answers(text: str):
-    assert not verify_answer(text, 132)
+def test_answer_is_the_last_line():
+    assert [text for text in WRONG if verify_answer(text, 132)] == []
+    for text in ("47+85: 7+5=12 4+8+1=13\n= 132", "= 132\n", "steps\n= 132  "):
+        assert verify_answer(text, 132)
+    assert verify_answer("12-90: -(90-12) 10-2=8 9-1-1=7\n= -78", -78)
 
 
 # Verifiers of other data sets
@@ -153,8 +118,7 @@ def test_wrong_and_malformed_answers(text: str):
     [
         (verify_gsm8k, "She has 5 + 2 = <<5+2=7>>7 eggs.\n#### 7", "7", True),
         (verify_gsm8k, "The total is 1,234 dollars.", "1234", True),
-        (verify_gsm8k, "So 18.00", "18", True),
-        (verify_gsm8k, "That is 18.", "18", True),
+        (verify_gsm8k, "So 18.00.", "18", True),
         (verify_gsm8k, "\\boxed{18} eggs, out of 20", "18", True),
         (verify_gsm8k, "#### 18\nThis took 3 steps.", "18", True),
         (verify_gsm8k, "It costs $-5", "-5", True),
@@ -183,28 +147,14 @@ def test_garbage_is_false_and_never_raises(name):
 
 
 def test_math_works_off_the_main_thread():
-    verdicts: list[bool] = []
-    thread = threading.Thread(target=lambda: verdicts.append(verify_math(r"\boxed{34}", "34")))
-    thread.start()
-    thread.join()
-    assert verdicts == [True]
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(verify_math, r"\boxed{34}", "34").result()
 
 
-@pytest.mark.parametrize(
-    ("name", "raw", "expected"),
-    [
-        ("gsm8k", "5 + 2 = <<5+2=7>>7\n#### 1,007", "1007"),
-        ("gsm8k", "42", "42"),
-        ("arithmetic", " 12 ", "12"),
-        ("math", r"\frac{1}{2}", r"\frac{1}{2}"),
-        ("math", "(1,2)", "(1,2)"),
-    ],
-)
-def test_references_are_brought_into_the_form_that_is_compared(name, raw, expected):
-    assert ANSWER_CHECKS[name].normalize(raw) == expected
-
-
-@pytest.mark.parametrize(("name", "raw"), [("gsm8k", "none"), ("arithmetic", "twelve"), ("math", "")])
-def test_references_that_nothing_could_match_are_refused(name, raw):
-    with pytest.raises(ValueError, match=r"no number|invalid literal|no expression"):
-        ANSWER_CHECKS[name].normalize(raw)
+def test_references_are_brought_into_the_form_that_is_compared_or_refused():
+    raw = [("gsm8k", "5 + 2 = <<5+2=7>>7\n#### 1,007"), ("arithmetic", " 12 "), ("math", r"\frac{1}{2}")]
+    found = [ANSWER_CHECKS[name].normalize(answer) for name, answer in raw]
+    assert found == ["1007", "12", r"\frac{1}{2}"]
+    for name, answer in (("gsm8k", "none"), ("arithmetic", "twelve"), ("math", "")):
+        with pytest.raises(ValueError, match=r"no number|invalid literal|no expression"):
+            ANSWER_CHECKS[name].normalize(answer)

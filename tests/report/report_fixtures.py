@@ -33,20 +33,17 @@ def words_of(page: str) -> str:
 
 
 def round_record(index, wall_s, digest="d"):
-    return {
-        "round_index": index,
-        "is_warmup": False,
-        "wall_s": wall_s,
-        "num_output_tokens": 100,
-        "completions_digest": digest,
-        "steps": {"mean_decode_batch": 4.0, "decode_step_s": {"min": 0.001, "p50": 0.002, "p99": 0.004}},
-    }
+    steps = {"mean_decode_batch": 4.0, "decode_step_s": {"min": 0.001, "p50": 0.002, "p99": 0.004}}
+    record = {"round_index": index, "is_warmup": False, "wall_s": wall_s, "num_output_tokens": 100}
+    return record | {"completions_digest": digest, "steps": steps}
 
 
 def summary_of(walls_s, **more):
     rates = [100 / wall_s for wall_s in walls_s]
     middle = 100 / sorted(walls_s)[len(walls_s) // 2]
-    half_range = (max(rates) - min(rates)) / 2 / middle
+    spread = {"median": middle, "min": min(rates), "max": max(rates)}
+    spread["relative_half_range"] = (max(rates) - min(rates)) / 2 / middle
+    durations_s = {"prepare": 0.25, "load_model": 1.0, "build_driver": 0.25, "driver_warmup": 3.0}
     summary = {
         "status": "completed",
         "name": "night",
@@ -60,13 +57,8 @@ def summary_of(walls_s, **more):
         "num_rounds": len(walls_s),
         "num_requests": 4 * len(walls_s),
         "num_prompt_tokens": 40 * len(walls_s),
-        "output_tokens_per_s": {
-            "median": middle,
-            "min": min(rates),
-            "max": max(rates),
-            "relative_half_range": half_range,
-        },
-        "durations_s": {"prepare": 0.25, "load_model": 1.0, "build_driver": 0.25, "driver_warmup": 3.0},
+        "output_tokens_per_s": spread,
+        "durations_s": durations_s | {"total": 6.75 + sum(walls_s)},
         "compile_s": 2.0,
         "prefill_share": 0.2,
         "mixed_share": 0.0,
@@ -81,5 +73,4 @@ def summary_of(walls_s, **more):
         "accuracy": None,
         "warnings": [],
     }
-    summary["durations_s"]["total"] = 6.75 + sum(walls_s)
     return summary | more

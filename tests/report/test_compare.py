@@ -63,15 +63,14 @@ def test_every_verdict_in_one_table(compare):
 @pytest.mark.parametrize(
     ("old", "new", "options", "status", "words"),
     [
-        (STEADY, SLOWER, [], REGRESSION, "1 slower"),
         (SLOWER, STEADY, [], OK, "1 faster"),
         (NOISY, NOISY_TOO, [], OK, "1 no clear change"),
         (FLAT, FLAT_AND_SLOWER, [], REGRESSION, "1 slower"),
         (FLAT, FLAT_AND_SLOWER, ["--threshold", "0.1"], OK, "1 no clear change"),
-        (RIGHT, WRONG, [], REGRESSION, "1 less accurate"),
         (RIGHT, HARDLY_WRONG, [], OK, "1 no clear change"),
         ({}, {"status": "timed_out"}, [], REGRESSION, "1 failed"),
         ({}, {"workload_hash": OTHER_WORKLOAD}, [], UNCLEAR, "different workloads"),
+        ({"workload_hash": None}, {"workload_hash": None}, [], UNCLEAR, "missing"),
         (TOO_FEW, TOO_FEW, [], UNCLEAR, "fewer than 3 timed rounds"),
         (FAILED, FAILED, [], UNCLEAR, "1 ignored"),
         ({}, {}, ["--threshold", "2"], IMPOSSIBLE, "outside [0, 1)"),
@@ -83,15 +82,15 @@ def test_two_single_runs_compare_whatever_they_set(compare, old, new, options, s
     assert words in " ".join(output.split())
 
 
-@pytest.mark.parametrize("key", SETTINGS_OUTSIDE_A_CELL)
-def test_cells_are_paired_whatever_their_settings_that_are_no_part_of_them(make_run, compare, key):
+def test_cells_are_paired_whatever_their_settings_that_are_no_part_of_them(make_run, compare):
     for side in ("old", "new"):
         for seed in ("seed=1", "seed=2"):
-            make_run(f"{side}/{seed}", [seed, f"{key}={side}_{seed[-1]}"])
+            outside = [f"{key}={side}_{seed[-1]}" for key in SETTINGS_OUTSIDE_A_CELL]
+            make_run(f"{side}/{seed}", [seed, *outside])
     status, output = compare({}, {})
     assert status == OK
     assert "no regression: 2 no clear change" in output
-    assert key not in output
+    assert not any(f"{key}=" in output for key in SETTINGS_OUTSIDE_A_CELL)
 
 
 def test_runs_that_cannot_be_paired_are_refused_by_name(make_run, compare):

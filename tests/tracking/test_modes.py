@@ -12,68 +12,41 @@ from cbexp.cli.command_line import main
 from cbexp.config import TrackingConfig
 from cbexp.errors import ConfigError
 from cbexp.tracking import refuse_impossible_online
-from tests.tracking.wandb_fixtures import KEY, a_round, read_back, run_script, start
+from tests.tracking.wandb_fixtures import KEY, a_round, read_back, start
 
 ONLINE = TrackingConfig(mode="online")
-NO_CREDENTIALS = (
-    r"tracking=online, but there are no credentials for https://\S+: run `wandb login`.*tracking=offline"
-)
-
-
-@pytest.fixture
-def describe_start(run_dir, monkeypatch):
-    """Starts a run under variables of wandb, and returns what its tracker says of itself."""
-
-    def describe(mode: str, **variables: str) -> str:
-        for name, value in variables.items():
-            monkeypatch.setenv(f"WANDB_{name}", value)
-        with start(run_dir, mode=mode) as tracker:
-            return tracker.description
-
-    return describe
+NO_CREDENTIALS = "there are no credentials for https://"
 
 
 @pytest.mark.parametrize(
-    ("variables", "description", "refusal"),
+    ("variables", "mode", "reason"),
     [
-        ({}, r"W&B offline \(there are no credentials for https://", NO_CREDENTIALS),
-        (
-            {"API_KEY": "short"},
-            r"W&B offline \(the credentials cannot be used \(WANDB_API_KEY invalid:",
-            "tracking=online, but the credentials cannot be used",
-        ),
-        (
-            {"API_KEY": KEY, "MODE": "dryrun"},
-            r"W&B offline \(wandb's own mode",
-            r"tracking=online, but wandb's own mode is dryrun \(WANDB_MODE\)",
-        ),
-        (
-            {"API_KEY": KEY, "MODE": "disabled"},
-            r"W&B disabled \(wandb's own mode",
-            r"tracking=online, but wandb's own mode is disabled \(WANDB_MODE\)",
-        ),
+        ({}, "offline", NO_CREDENTIALS),
+        ({"API_KEY": "short"}, "offline", "the credentials cannot be used"),
+        ({"API_KEY": KEY, "MODE": "dryrun"}, "offline", "wandb's own mode is dryrun"),
+        ({"API_KEY": KEY, "MODE": "disabled"}, "disabled", "wandb's own mode is disabled"),
     ],
 )
-def test_auto_says_why_it_is_not_online_where_online_is_refused(
-    run_dir, describe_start, variables, description, refusal
-):
-    assert re.match(description, describe_start("auto", **variables))
-    assert (run_dir / "wandb").exists() == (variables.get("MODE") != "disabled")
-    with pytest.raises(ConfigError, match=refusal):
+def test_auto_says_why_it_is_not_online_and_online_is_refused(run_dir, monkeypatch, variables, mode, reason):
+    for name, value in variables.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    with start(run_dir, mode="auto") as tracker:
+        assert tracker.description.startswith(f"W&B {mode} ({reason}")
+    assert (run_dir / "wandb").exists() == (mode == "offline")
+    with pytest.raises(ConfigError, match=f"tracking=online, but {reason}"):
         start(run_dir, mode="online")
 
 
-@pytest.mark.parametrize("host", ["api.wandb.ai", "wandb.example"])
-def test_credentials_of_a_netrc_file_count_for_their_host(run_dir, tmp_path, monkeypatch, host):
+def test_job_goes_on_where_wandb_cannot_start(run_dir, tmp_path, monkeypatch):
+    """With the credentials of a netrc file."""
+
     def fail(**_options: object) -> None:
         raise OSError("planted")
 
-    (tmp_path / "HOME" / ".netrc").write_text(f"machine {host}\n  login user\n  password {KEY}\n")
-    monkeypatch.setenv("WANDB_BASE_URL", "https://api.wandb.ai")
+    (tmp_path / "HOME" / ".netrc").write_text(f"machine api.wandb.ai\n  login user\n  password {KEY}\n")
     monkeypatch.setattr(wandb, "init", fail)
     tracker = start(run_dir, mode="auto")
-    tried = [re.match(r"W&B could not start (\w+): planted", warning)[1] for warning in tracker.warnings]
-    assert tried == (["online", "offline"] if host == "api.wandb.ai" else ["offline"])
+    assert tracker.warnings == [f"W&B could not start {mode}: planted" for mode in ("online", "offline")]
     assert tracker.description == "W&B off"
     tracker.log_round(a_round(0), [])  # is no error
 
@@ -103,7 +76,8 @@ def test_sweep_that_cannot_go_online_ends_before_its_first_cell(tmp_path, monkey
     with pytest.raises(SystemExit) as end:
         main(["-m", "experiment=smoke", "seed=1,2", "tracking=online"])
     assert end.value.code == 2
-    assert re.search(NO_CREDENTIALS, capsys.readouterr().err)
+    advice = r"run `wandb login`, set WANDB_API_KEY, or use tracking=offline"
+    assert re.search(f"{NO_CREDENTIALS}.*{advice}", capsys.readouterr().err)
     assert not (tmp_path / "outputs").exists()
 
 
@@ -111,59 +85,32 @@ def test_one_job_that_is_to_go_online_is_enough_and_cells_elsewhere_may_have_cre
     others = [TrackingConfig(mode=mode) for mode in ("auto", "offline", "disabled")]
     refuse_impossible_online(others, is_local=True)
     refuse_impossible_online([ONLINE], is_local=False)
-    for configs, is_local in (
-        ([*others, ONLINE], True),
-        ([TrackingConfig(mode="online", per_cell=False)], False),
-    ):
+    refused = [([*others, ONLINE], True), ([TrackingConfig(mode="online", per_cell=False)], False)]
+    for configs, is_local in refused:
         with pytest.raises(ConfigError, match=NO_CREDENTIALS):
             refuse_impossible_online(configs, is_local=is_local)
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     refuse_impossible_online([ONLINE], is_local=True)
     assert "WANDB_SERVICE" not in os.environ  # cells find no process of wandb
-
-
-def test_process_of_wandb_that_was_there_before_stays():
     wandb.setup(wandb.Settings(silent=True))
-    service = os.environ["WANDB_SERVICE"]
-    with pytest.raises(ConfigError, match=NO_CREDENTIALS):
-        refuse_impossible_online([ONLINE], is_local=True)
-    assert os.environ["WANDB_SERVICE"] == service
+    refuse_impossible_online([ONLINE], is_local=True)
+    assert "WANDB_SERVICE" in os.environ  # what was there before stays
 
 
 # wandb's own variables
 
 
 @pytest.mark.parametrize("tags", [[], ["ours"]])
-def test_variables_of_wandb_hold_where_nothing_is_configured_and_are_named_elsewhere(
-    run_dir, monkeypatch, tags
-):
+def test_variables_of_wandb_hold_where_nothing_is_configured_and_are_named_else(run_dir, monkeypatch, tags):
     variables = {"PROJECT": "theirs", "ENTITY": "team", "TAGS": "night,h200", "RUN_GROUP": "group"}
     for name, value in variables.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
     wandb.teardown()
-    tracker = start(run_dir, tags=tags)
+    tracker = start(run_dir, project="mine", tags=tags)
     tracker.finish(0)
-    project = TrackingConfig().project
-    idle = [f"WANDB_PROJECT=theirs has no effect: tracking.project={project} goes before it."]
+    idle = ["WANDB_PROJECT=theirs has no effect: tracking.project=mine goes before it."]
     idle += ["WANDB_TAGS=night,h200 has no effect: tracking.tags=ours goes before it."] if tags else []
     assert tracker.warnings == idle
     run = read_back(run_dir).run
-    assert (run.project, run.entity, run.run_group) == (project, "team", "group")
+    assert (run.project, run.entity, run.run_group) == ("mine", "team", "group")
     assert list(run.tags) == (tags or ["night", "h200"])
-
-
-def test_wandb_is_imported_where_it_is_needed_alone_and_torch_never():
-    script = """
-        import sys
-        from pathlib import Path
-        from cbexp.config import TrackingConfig
-        from cbexp.tracking import refuse_impossible_online, start_tracking
-        with start_tracking(TrackingConfig(mode="disabled"), "name", None, {}, Path("nowhere")) as tracker:
-            tracker.log_summary({"decode_tps": 1.0, "peak_reserved_gib": 1.0})
-            tracker.log_completions([])
-        assert (tracker.description, tracker.warnings) == ("W&B disabled", [])
-        refuse_impossible_online([TrackingConfig(mode="auto")], is_local=True)
-        assert not {"wandb", "torch", "transformers"} & set(sys.modules)
-        assert not Path("nowhere").exists()
-    """
-    run_script(script)
