@@ -1,6 +1,5 @@
 """The schema's own checks, what the engine refuses, and the settings that have no effect in their combination."""
 
-import json
 import subprocess
 import sys
 from typing import get_type_hints
@@ -20,7 +19,6 @@ from cbexp.config import (
     SamplingConfig,
     TrackingConfig,
     find_idle_settings,
-    to_plain_dict,
 )
 from cbexp.engine.types import ENGINE_ATTENTION
 from cbexp.errors import ConfigError
@@ -182,7 +180,6 @@ def test_what_only_the_plan_can_tell_and_what_generate_lacks_is_not_refused():
             ["sampling.sigma_new_tokens=0.5", "sampling.new_tokens_seed=3"],
         ),
         ({"cache": CacheConfig(num_tokens=4096, max_memory_fraction=0.5)}, ["cache.max_memory_fraction=0.5"]),
-        ({"compile": CompileConfig("eager", recompile_limit=8)}, ["compile.recompile_limit=8"]),
         ({"compile": CompileConfig("cuda_graph", cache_dir="d")}, ["compile.cache_dir=d"]),
         ({"compile": CompileConfig("default", recompile_limit=8, cache_dir="d", **DECODE)}, []),
         ({"compile": CompileConfig(batch_shape="natural", buckets=[4])}, ["compile.buckets=[4]"]),
@@ -208,12 +205,3 @@ def test_idle_setting_says_why_and_kernels_of_the_drivers_own_use_the_compile_ca
     reason = "compile.mode=eager, which compiles nothing"
     assert (idle.setting, idle.value, idle.reason) == ("compile.recompile_limit", 8, reason)
     assert str(idle) == f"compile.recompile_limit=8 has no effect with {reason}."
-
-
-def test_plain_dict_is_json_and_complete():
-    plain = to_plain_dict(
-        ExperimentConfig(dataset=DatasetConfig(chat_template_kwargs={"enable_thinking": False}))
-    )
-    assert json.loads(json.dumps(plain)) == plain
-    assert plain["dataset"]["chat_template_kwargs"] == {"enable_thinking": False}
-    assert {"model", "cache", "num_rounds", "stats_path"} <= plain.keys()
