@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -64,30 +63,22 @@ def test_the_synchronous_driver_runs_every_mode_on_a_gpu_and_without_graphs_on_a
             choose_compile_mode(config, attention, CPU)
 
 
-@pytest.mark.parametrize("driver", ["manager", "generate", "vllm"])
-def test_graphs_are_not_applicable_on_a_cpu_whether_a_driver_has_the_mode_or_not(driver):
-    with pytest.raises(NotApplicableError, match=r"compile\.mode='max_autotune' needs a CUDA device"):
-        build_plan(experiment(driver=driver, compile_mode="max_autotune"))
-
-
-def test_what_auto_has_become_and_what_a_driver_lacks():
+def test_what_auto_has_become_what_a_driver_lacks_and_what_needs_a_gpu():
     assert build_plan(experiment(driver="manager")).compile_mode == "eager"
     assert build_plan(experiment(driver="manager", compile_mode="default")).compile_mode == "default"
     with pytest.raises(ConfigError, match=r"^compile.mode=default does not work with driver=generate"):
         build_plan(experiment(driver="generate", compile_mode="default"))
+    # Whether the driver has the mode or not.
+    with pytest.raises(NotApplicableError, match=r"compile\.mode='max_autotune' needs a CUDA device"):
+        build_plan(experiment(driver="generate", compile_mode="max_autotune"))
+    with pytest.raises(NotApplicableError, match=r"compile.fusion='layers' needs a CUDA device"):
+        build_plan(compiled(fusion="layers"))
 
 
-@pytest.mark.parametrize(
-    ("compiler", "said"),
-    [
-        ("no-such-compiler", r"compiles C\+\+ .* CXX, or use 'eager'"),
-        ("/bin/true", "/bin/true is no C"),
-    ],
-)
-def test_a_cpu_without_compiler_is_told_before_anything_is_loaded(compiler, said):
+def test_a_cpu_without_compiler_is_told_before_anything_is_loaded():
     cpp_builder.cpp_compiler_search.cache_clear()
-    with inductor_config.patch({"cpp.cxx": (compiler,)}):
-        with pytest.raises(NotApplicableError, match=said):
+    with inductor_config.patch({"cpp.cxx": ("no-such-compiler",)}):
+        with pytest.raises(NotApplicableError, match=r"compiles C\+\+ .* CXX, or use 'eager'"):
             build_plan(compiled(mode="default"))
         assert build_plan(compiled(mode="eager")).compile_mode == "eager"
         assert build_plan(experiment(driver="vllm", compile_mode="default")).compile_mode == "default"
@@ -105,11 +96,6 @@ def test_how_the_engine_decodes_is_in_the_plan_of_its_own_steps_alone():
         assert not {"batch_shape", *DECODE} & set(build_plan(config).to_dict())
 
 
-def test_fused_layers_need_a_gpu():
-    with pytest.raises(NotApplicableError, match=r"compile.fusion='layers' needs a CUDA device"):
-        build_plan(compiled(fusion="layers"))
-
-
 def test_buckets_bound_the_batch_and_idle_ones_are_named():
     assert build_plan(compiled(buckets=[1, 8])).max_requests_per_batch == 8
     assert build_plan(compiled(buckets=[1, 8], batch_shape="natural")).max_requests_per_batch == 20
@@ -124,11 +110,8 @@ def test_buckets_bound_the_batch_and_idle_ones_are_named():
 @pytest.mark.parametrize(
     ("mode", "fusion", "device", "dtype", "is_idle"),
     [
-        ("eager", "auto", CPU, torch.float32, True),
         ("eager", "auto", CPU, torch.bfloat16, True),
-        ("eager", "none", CPU, torch.float32, True),
         ("eager", "projections", CPU, torch.float32, False),
-        ("default", "none", CPU, torch.float32, False),
         ("eager", "auto", CUDA, torch.float32, True),
         ("eager", "auto", CUDA, torch.bfloat16, False),
         ("eager", "none", CUDA, torch.bfloat16, True),
@@ -146,8 +129,6 @@ def test_an_idle_self_check_is_among_the_settings_without_effect():
     assert str(idle) == (
         "compile.self_check=False has no effect with compile.mode=eager and nothing fused: nothing is checked."
     )
-    (idle,) = build_plan(compiled("sdpa", self_check=False)).idle
-    assert "model.attn_implementation=sdpa" in idle.reason
 
 
 def test_settings_reach_the_driver(monkeypatch):
@@ -175,12 +156,17 @@ def test_the_manager_gets_the_longest_request(monkeypatch):
 # The compile cache
 
 
-def test_cache_folders_hold_for_the_body_alone(tmp_path):
-    with compile_environment(CompileConfig(cache_dir=str(tmp_path / "compiled")), "default"):
-        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "compiled" / "inductor")
-        assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "compiled" / "triton")
-        assert describe_compile_cache()["num_bytes"] == 0
-    assert not any(name in os.environ for name in FOLDERS)
+def test_cache_folders_and_recompile_limit_hold_for_the_body_of_a_mode_that_compiles(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    before = torch._dynamo.config.recompile_limit
+    for mode, limit in (("default", before + 1), ("eager", before)):
+        with compile_environment(CompileConfig(cache_dir="~/compiled", recompile_limit=before + 1), mode):
+            assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "compiled" / "inductor")
+            assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "compiled" / "triton")
+            assert describe_compile_cache()["num_bytes"] == 0
+            assert torch._dynamo.config.recompile_limit == limit
+        assert not any(name in os.environ for name in FOLDERS)
+        assert torch._dynamo.config.recompile_limit == before
 
 
 def test_the_users_own_folder_goes_before_and_is_kept(tmp_path, monkeypatch):
@@ -212,12 +198,6 @@ def test_without_a_folder_pytorch_chooses_and_its_choice_is_not_kept():
     assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
 
 
-def test_home_is_where_it_is_by_default(monkeypatch, tmp_path):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    with compile_environment(CompileConfig(), "default"):
-        assert Path(os.environ["TRITON_CACHE_DIR"]) == tmp_path / ".cache" / "cbexp" / "compile" / "triton"
-
-
 def test_size_counts_every_file_once(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
@@ -228,39 +208,20 @@ def test_size_counts_every_file_once(tmp_path, monkeypatch):
     assert describe_compile_cache() == {"folders": folders, "num_bytes": 110}
 
 
-@pytest.mark.parametrize(
-    ("folder", "reason"),
-    [
-        ("{}/file/inside", "Not a directory"),
-        ("{}/file", "File exists"),
-        ("/proc/none", "(No such file|Permission)"),
-    ],
-)
-def test_folder_that_cannot_be_written_is_refused(tmp_path, folder, reason):
+def test_folder_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    folder = folder.format(tmp_path)
-    message = rf"compile\.cache_dir={folder} cannot be written \({reason}"
-    with (
-        pytest.raises(ConfigError, match=message),
-        compile_environment(CompileConfig(cache_dir=folder), "default"),
-    ):
+    config = CompileConfig(cache_dir=str(tmp_path / "file" / "inside"))
+    message = rf"compile\.cache_dir={config.cache_dir} cannot be written \(Not a directory"
+    with pytest.raises(ConfigError, match=message), compile_environment(config, "default"):
         pass
 
 
-def out_of_space(kind: str) -> Exception:
-    """As it comes from a compiler: Triton's, PyTorch's, and a C++ compiler's."""
-    full = OSError(errno.ENOSPC, "No space left on device")
-    if kind == "plain":
-        return full
-    error = EngineError("cannot compile")
-    error.__cause__ = (
-        InductorError(full, None) if kind == "inductor" else RuntimeError("ld: No space left on device")
-    )
-    return error
+FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize("kind", ["plain", "inductor", "compiler"])
-def test_a_full_compile_cache_is_named(tmp_path, kind):
+# As it comes from PyTorch, and from a C++ compiler.
+@pytest.mark.parametrize("cause", [InductorError(FULL, None), RuntimeError("ld: No space left on device")])
+def test_a_full_compile_cache_is_named(tmp_path, cause):
     config = CompileConfig(cache_dir=str(tmp_path / "small"))
     message = rf"compile\.cache_dir={tmp_path}/small: no space is left .* in {tmp_path}/small/inductor and "
     with (
@@ -268,34 +229,21 @@ def test_a_full_compile_cache_is_named(tmp_path, kind):
         compile_environment(config, "default"),
         explaining_full_cache(config),
     ):
-        raise out_of_space(kind)
+        raise EngineError("cannot compile") from cause
 
 
-def test_other_errors_of_a_compiler_are_left_alone():
-    error = EngineError("cannot compile")
-    error.__cause__ = OSError(errno.EACCES, "no")
-    with pytest.raises(EngineError) as caught, explaining_full_cache(CompileConfig()):
-        raise error
-    assert caught.value is error
-
-
-def test_a_run_names_its_full_compile_cache(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("mode", "error", "status"),
+    [("default", FULL, "bad_config"), ("default", OSError("other"), "failed"), ("eager", FULL, "failed")],
+)
+def test_a_run_names_its_full_compile_cache(tmp_path, monkeypatch, mode, error, status):
     def warmup(driver):
-        raise out_of_space("plain")
+        raise error
 
     monkeypatch.setattr(SyncCBDriver, "warmup", warmup)
-    for mode, status in (("default", "bad_config"), ("eager", "failed")):
-        config = compiled(mode=mode, cache_dir=str(tmp_path / "small"))
-        outcome = run_experiment(config, tmp_path / mode, [])
-        assert (outcome.status, "compile.cache_dir=" in outcome.message) == (status, mode == "default")
-
-
-def test_the_recompile_limit_holds_for_the_body_of_a_mode_that_compiles():
-    before = torch._dynamo.config.recompile_limit
-    for mode, limit in (("default", before + 1), ("eager", before)):
-        with compile_environment(CompileConfig(recompile_limit=before + 1), mode):
-            assert torch._dynamo.config.recompile_limit == limit
-        assert torch._dynamo.config.recompile_limit == before
+    outcome = run_experiment(compiled(mode=mode, cache_dir=str(tmp_path / "small")), tmp_path / "run", [])
+    assert outcome.status == status
+    assert ("compile.cache_dir=" in outcome.message) == (status == "bad_config")
 
 
 @pytest.mark.parametrize(
@@ -304,7 +252,6 @@ def test_the_recompile_limit_holds_for_the_body_of_a_mode_that_compiles():
         ("eager", "sync", CPU, False),
         ("default", "sync", CPU, True),
         ("eager", "sync", CUDA, True),
-        ("cuda_graph", "sync", CUDA, True),
         ("cuda_graph", "manager", CUDA, False),
         ("default", "manager", CPU, True),
         ("default", "vllm", CPU, False),

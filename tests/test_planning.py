@@ -21,7 +21,7 @@ from cbexp.planning import plan as planning
 from cbexp.planning.dry_run import summarize_dry_run
 from cbexp.planning.plan import RunPlan, build_plan
 from cbexp.planning.plan_warnings import find_handicap, find_slowness
-from tests.test_factory import GEMMA2, MISTRAL, experiment, load
+from tests.test_factory import GEMMA2, MISTRAL, experiment
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 GIB = 1024**3
@@ -75,7 +75,6 @@ def test_a_plan_is_plain_json():
         ({"num_generations": 2, "page_size": 16}, (True, 16)),
         ({"num_generations": 2, "block_sharing": "off"}, (False, 256)),
         ({"block_sharing": "on"}, (True, 32)),
-        ({"num_generations": 2, "architecture": GEMMA2}, (False, 256)),
         ({"num_generations": 2, "architecture": MISTRAL}, (False, 256)),
         ({"num_generations": 2, "driver": "generate"}, (False, 256)),
         ({"num_generations": 2, "driver": "vllm"}, (True, 16)),
@@ -84,11 +83,6 @@ def test_a_plan_is_plain_json():
 def test_block_sharing_and_page_size(settings, expected):
     plan = build_plan(experiment(**settings))
     assert (plan.block_sharing, plan.page_size) == expected
-
-
-def test_sharing_blocks_of_sliding_layers_is_refused():
-    with pytest.raises(ConfigError, match="1 of the model's 2 layers have a sliding window"):
-        build_plan(experiment(GEMMA2, block_sharing="on"))
 
 
 @pytest.mark.parametrize(
@@ -121,24 +115,15 @@ def test_settings_without_effect_are_data_and_warnings():
 @pytest.mark.parametrize(
     ("cache", "said"),
     [
-        ({"num_tokens": 20}, "is rounded up to 256 tokens, 1 page of 256."),
-        ({"num_tokens": 300, "page_size": 256}, "is rounded up to 512 tokens, 2 pages of 256."),
-        (
-            {"num_tokens": 20, "page_size": 64, "driver": "manager"},
-            "is rounded up to 64 tokens, 1 page of 64.",
-        ),
+        ({"num_tokens": 300, "page_size": 256}, "512 tokens, 2 pages of 256."),
+        ({"num_tokens": 20, "page_size": 64, "driver": "manager"}, "64 tokens, 1 page of 64."),
         ({"num_tokens": 512}, None),
-        ({"num_tokens": None, "page_size": 48}, None),
     ],
 )
 def test_a_cache_in_other_than_whole_pages_is_rounded_up_and_told(cache, said):
-    plan, loaded, prompts = load(experiment(**cache))
-    rounded = [warning for warning in plan.warnings if warning.startswith("cache.num_tokens=")]
-    assert rounded == ([] if said is None else [f"cache.num_tokens={cache['num_tokens']} {said}"])
-    if said is not None:
-        with factory.build_driver(plan, loaded, prompts, (), 0) as driver:
-            tokens = driver.resolved["num_blocks"] * driver.resolved["page_size"]
-        assert f"rounded up to {tokens} tokens" in rounded[0]
+    plan = build_plan(experiment(**cache))
+    told = f"cache.num_tokens={cache['num_tokens']} is rounded up to {said}"
+    assert plan.warnings == ([] if said is None else [told])
 
 
 def test_what_cannot_be_planned_is_refused(monkeypatch):
@@ -146,10 +131,10 @@ def test_what_cannot_be_planned_is_refused(monkeypatch):
         ConfigError, match="max_new_tokens=300 and a prompt of 5 tokens exceed the model's 256"
     ):
         build_plan(experiment(max_new_tokens=300))
-    with pytest.raises(
-        ConfigError, match="attn_implementation=sdpa does not work with driver=vllm, which chooses"
-    ):
+    with pytest.raises(ConfigError, match="attn_implementation=sdpa does not work with driver=vllm, which"):
         build_plan(experiment(driver="vllm", attention="sdpa"))
+    with pytest.raises(ConfigError, match="1 of the model's 2 layers have a sliding window"):
+        build_plan(experiment(GEMMA2, block_sharing="on"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ModelError, match=r"model\.device=cuda"):
         build_plan(experiment(device="cuda"))
@@ -178,9 +163,7 @@ def test_a_model_that_does_not_fit_is_refused_before_loading(free_memory):
         (CPU, 2**20, None, 2, "model.num_threads=1 is faster"),
         (CPU, 2**20, None, 1, None),
         (CPU, 2**20, 4, 2, None),
-        (CPU, 2**28, None, 2, None),
         (CUDA, 2**32, None, 2, None),
-        (CUDA, 2**20, None, 2, None),
     ],
 )
 def test_slowness(device, num_bytes, num_threads, num_cores, expected, monkeypatch):
@@ -189,19 +172,12 @@ def test_slowness(device, num_bytes, num_threads, num_cores, expected, monkeypat
     assert [expected in line for line in lines] == ([] if expected is None else [True])
 
 
-@pytest.mark.parametrize(
-    ("driver", "attention", "device", "is_slow"),
-    [
-        ("manager", "sdpa", CUDA, True),
-        ("manager", "flash_attention_3", CUDA, False),
-        ("manager", "sdpa", CPU, False),
-        ("generate", "sdpa", CUDA, False),
-    ],
-)
-def test_a_manager_below_its_best_is_pointed_out(driver, attention, device, is_slow):
-    lines = find_handicap(DRIVERS[driver], AttentionChoice(attention), device)
-    said = "driver=manager with sdpa attention runs without CUDA graphs"
-    assert [said in line for line in lines] == [True] * is_slow
+def test_a_manager_below_its_best_is_pointed_out():
+    (line,) = find_handicap(DRIVERS["manager"], AttentionChoice("sdpa"), CUDA)
+    assert line.startswith("driver=manager with sdpa attention runs without CUDA graphs")
+    assert find_handicap(DRIVERS["manager"], AttentionChoice("flash_attention_3"), CUDA) == []
+    assert find_handicap(DRIVERS["manager"], AttentionChoice("sdpa"), CPU) == []
+    assert find_handicap(DRIVERS["generate"], AttentionChoice("sdpa"), CUDA) == []
 
 
 # Cache sizes
@@ -219,21 +195,14 @@ def test_an_automatic_cache_holds_the_round():
     assert dataclasses.astuple(size) == (2 * (1 + 2 + 1), 2 * 25, 4)
 
 
-def test_an_explicit_cache_is_rounded_up_to_blocks():
-    assert sized(build_plan(experiment(num_tokens=1000, page_size=64)), [5]).num_blocks == 16
-
-
 def test_a_request_that_can_never_fit_names_both_numbers():
     plan = build_plan(experiment(num_tokens=128, page_size=64, max_new_tokens=100))
     message = r"num_tokens=128 holds 2 pages of 64 tokens, and prompt 1 needs 3 of them for its 129 tokens .* least 192"
     with pytest.raises(ConfigError, match=message):
         sized(plan, [5, 30])
     assert sized(plan, [5, 29]).num_blocks == 2
-
-
-def test_a_sliding_window_bounds_what_a_request_needs():
-    plan = build_plan(experiment(MISTRAL, num_tokens=16, page_size=8, lengths=(3, 4)))
-    assert sized(plan, [100]).num_blocks == 2
+    sliding = build_plan(experiment(MISTRAL, num_tokens=16, page_size=8, lengths=(3, 4)))
+    assert sized(sliding, [100]).num_blocks == 2  # which its window bounds
 
 
 def test_an_automatic_cache_stays_within_its_share_of_the_memory(caplog):
@@ -283,11 +252,6 @@ def test_a_dry_run_says_what_to_lower(free_memory):
     assert any(line.startswith("cache.num_tokens=1000000 to ") for line in report.advice)
     free_memory(10_000)
     assert "weights alone exceed the free memory" in summarize_dry_run(experiment()).advice[0]
-    free_memory(4_000_000)
-    settings = {"page_size": 16, "lengths": (100, 100), "num_prompts": 100, "max_new_tokens": 100}
-    report = summarize_dry_run(experiment(**settings))
-    assert report.requests_that_fit < 100
-    assert report.advice
 
 
 def test_a_dry_run_counts_requests_of_different_lengths_and_no_more_than_a_batch_has(free_memory):
@@ -316,8 +280,5 @@ def test_a_dry_run_reads_no_prompts_and_says_so(monkeypatch, free_memory):
     assert report.is_prompt_length_assumed
     assert "prompts taken as 256 tokens" in dict(report.rows())["request"]
     assert report.num_parameters > 500_000
-
-
-def test_a_dry_run_notes_sliding_layers(free_memory):
-    report = summarize_dry_run(experiment(GEMMA2))
-    assert str(report.sliding_layers).startswith("1 of 2, which keep the last 16 tokens")
+    sliding = summarize_dry_run(experiment(GEMMA2)).sliding_layers
+    assert str(sliding).startswith("1 of 2, which keep the last 16 tokens")
