@@ -22,32 +22,25 @@ from cbexp.errors import ConfigError, DatasetError, NotApplicableError
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
-class StubExperiment:
-    """Stands for `run_experiment`: records its calls; `behave` decides how each job ends."""
-
-    def __init__(self):
-        self.calls = []
-        self.behave = lambda config: "completed"
-
-    def __call__(self, config, run_dir, overrides, sweep):
-        call = SimpleNamespace(
-            config=config, run_dir=run_dir, overrides=overrides, sweep=sweep, cwd=Path.cwd()
-        )
-        self.calls.append(call)
-        status = self.behave(config)
-        summary = {"decode_tps": 1234.5} if status == "completed" else None
-        if status != "dry_run":
-            (run_dir / "status.json").write_text(json.dumps({"status": status}))
-        if summary:
-            (run_dir / "summary.json").write_text(json.dumps(summary))
-        return SimpleNamespace(status=status, run_dir=run_dir, summary=summary, message=None)
-
-
 @pytest.fixture
 def experiment(monkeypatch):
-    stub = StubExperiment()
+    """Stands for `run_experiment`: keeps its `calls`; each job has the status `end`, or raises it."""
+    stub = SimpleNamespace(calls=[], end="completed")
+
+    def run_experiment(config, run_dir, overrides, sweep):
+        call = {"config": config, "run_dir": run_dir, "overrides": overrides, "sweep": sweep}
+        stub.calls.append(SimpleNamespace(**call, cwd=Path.cwd()))
+        if isinstance(stub.end, BaseException):
+            raise stub.end
+        if stub.end != "dry_run":
+            (run_dir / "status.json").write_text(json.dumps({"status": stub.end}))
+            (run_dir / "summary.json").write_text(json.dumps({"decode_tps": 1234.5}))
+        if config.tracking.mode == "offline":
+            (run_dir / "wandb/offline-run-1").mkdir(parents=True)
+        return SimpleNamespace(status=stub.end, run_dir=run_dir, summary=None, message=None)
+
     module = ModuleType("cbexp.experiment")
-    module.run_experiment = stub
+    module.run_experiment = run_experiment
     monkeypatch.setitem(sys.modules, "cbexp.experiment", module)
     return stub
 
@@ -140,12 +133,11 @@ def test_own_choices_are_found_and_none_may_have_the_name_of_a_shipped_one(run, 
 # Sweeps
 
 
-@pytest.mark.parametrize(
-    "chosen", [["-m", "compile=eager,default"], ["experiment=compile_modes", "compile=eager,default"]]
-)
+@pytest.mark.parametrize("chosen", ["-m", "experiment=compile_modes"])
 def test_sweep_runs_each_combination_in_its_own_folder(run, experiment, chosen):
     """Whether -m or an experiment makes it one."""
-    result = run(*chosen, "sampling.ignore_eos=false,true", "tracking.group=mine", "isolation=none")
+    swept = ["compile=eager,default", "sampling.ignore_eos=false,true"]
+    result = run(chosen, *swept, "tracking.group=mine", "isolation=none")
     assert result.code == 0, result.err
     assert [(call.config.compile.mode, call.config.sampling.ignore_eos) for call in experiment.calls] == [
         ("eager", False), ("eager", True), ("default", False), ("default", True),
@@ -159,37 +151,23 @@ def test_sweep_runs_each_combination_in_its_own_folder(run, experiment, chosen):
 
 def test_dry_run_of_a_sweep_runs_each_job_here_and_leaves_nothing(run, experiment):
     """Settings may stand before and after flags."""
-    experiment.behave = lambda config: "dry_run"
+    experiment.end = "dry_run"
     result = run("driver=generate", "-m", "seed=1,2", "--config-name", "config", "dry_run=true")
     assert (result.code, result.err) == (0, "")
     jobs = [(call.config.driver.name, call.config.seed) for call in experiment.calls]
     assert jobs == [("generate", 1), ("generate", 2)]
     assert list(Path.cwd().glob("outputs/default/*")) == []
+    experiment.end = NotApplicableError("no GPU here")
+    assert (
+        run("-m", "seed=1,2", "dry_run=true").code == 0
+    )  # that one of its jobs cannot run here is no failure
+    assert run("dry_run=true").code == 3
 
 
-def test_dry_run_of_a_job_that_this_machine_cannot_run_is_no_failure(run, experiment):
-    def refuse(config):
-        raise NotApplicableError("no GPU here")
-
-    experiment.behave = refuse
-    assert run("-m", "seed=1,2", "dry_run=true").code == 0
-    result = run("dry_run=true")
-    assert result.code == 3
-    assert "no GPU here" in result.err
-
-
-def test_offline_runs_of_a_sweep_are_told_with_the_command_that_uploads_them(run, experiment):
-    def behave(config):
-        run_dir = experiment.calls[-1].run_dir
-        (run_dir / "attempts/1/wandb/offline-run-1").mkdir(parents=True)
-        return "completed"
-
+def test_offline_runs_of_a_sweep_are_told_with_the_command_that_uploads_them(run):
     assert "upload with" not in run("-m", "seed=1,2").out
-    experiment.behave = behave
-    line = next(line for line in run("-m", "seed=1,2").out.splitlines() if "upload with: " in line)
-    found = subprocess.run(
-        line.partition("upload with: ")[2].partition("|")[0], shell=True, capture_output=True, text=True
-    )
+    _, _, told = run("-m", "seed=1,2", "tracking=offline").out.partition("upload with: ")
+    found = subprocess.run(told.partition("|")[0], shell=True, capture_output=True, text=True)
     assert len(found.stdout.split()) == 2
 
 
@@ -208,10 +186,6 @@ def test_recorded_command_of_a_job_has_its_number(run, experiment):
 # Exit codes
 
 
-def raise_(error):
-    raise error
-
-
 @pytest.mark.parametrize(
     ("end", "code", "message"),
     [
@@ -225,7 +199,7 @@ def raise_(error):
     ],
 )
 def test_exit_code_of_a_single_run(run, experiment, end, code, message):
-    experiment.behave = lambda config: raise_(end) if isinstance(end, BaseException) else end
+    experiment.end = end
     result = run()
     assert result.code == code
     is_bug = isinstance(end, ZeroDivisionError)
@@ -234,7 +208,7 @@ def test_exit_code_of_a_single_run(run, experiment, end, code, message):
 
 
 def test_keyboard_interrupt_stops_a_sweep(run, experiment):
-    experiment.behave = lambda config: raise_(KeyboardInterrupt())
+    experiment.end = KeyboardInterrupt()
     result = run("-m", "seed=0,1,2")
     assert (result.code, len(experiment.calls)) == (130, 1)
     assert "0 of 3 cells are done" in result.out
@@ -270,9 +244,7 @@ BAD_COMMANDS = [
     ("--config-path conf", "--config-path=conf", "--config-dir"),
     ("--config-name nope", "nope"),
     ("--experimental-rerun config.pickle", "--experimental-rerun", "overrides"),
-    ("experiment=compile_modes hydra.mode=RUN", "add -m"),
     ("-m seed=interval(0,1)", "INTERVAL"),
-    ("-m seed=1,2 hydra.launcher._target_=x.Y", "hydra/launcher", "basic"),
     ("-m seed=1,2 stats_path=s.json", "stats_path=s.json", "overwrite", "${hydra:job.num}"),
     ("-m num_rounds=1,0", "job 1 of 2 (num_rounds=0)", "at least 1"),
     ("-m seed=1,2 resume=latest", "there is no sweep in outputs/default"),
@@ -281,21 +253,13 @@ BAD_COMMANDS = [
     ("seed=1 resume=latest", "this is a setting of a sweep"),
     ("-m seed=1,2 isolation=none hydra/launcher=slurm", "isolation=none has no effect"),
     ("-m seed=1,2 dry_run=true hydra/launcher=slurm", "dry_run=true looks at this machine"),
-    ("-m seed=1,2 hydra/sweeper=optuna", "hydra/sweeper=optuna is not a choice", "basic"),
     ("-m experiment=glob(nope*)", "experiment=glob(nope*): this means no value"),
-    ("=1", "'=1': settings are written as key=value"),
-    ("-m seed=1,2 hydra.sweep.dir=", "hydra.sweep.dir=. must name a folder"),
     ("-m isolation=none,process", "isolation is a setting of the whole sweep"),
     ("-m seed=1,2,1", "(seed=1 isolation=none) are the same cell. num_rounds repeats"),
     ("-m tracking.group=a,b", "are the same cell: they differ in tracking.group alone"),
     ("-m seed=1,2 hydra.sweeper.max_batch_size=1", "max_batch_size has no effect", "array_parallelism"),
     ("-m seed=1,2 hydra.sweep.subdir=../${hydra.job.num}", "must be a folder of its own inside"),
-    (
-        "-m dataset.system_prompt=x/y,x hydra.sweep.subdir=${dataset.system_prompt}",
-        "hydra.sweep.subdir=x/y",
-        "share a folder, x.",
-    ),
-    ("-m seed=1,2 tracking.tags=['\udcff']", "no valid UTF-8"),
+    ("-m seed=1,2 hydra.sweep.subdir=x", "share a folder, x."),
     ("-m seed=1,2 --info config", "-m runs a sweep, and --cfg and --info only show something"),
 ]
 
@@ -314,43 +278,40 @@ def test_bad_configuration_is_one_message_and_leaves_nothing(run, experiment, ca
     assert list(Path.cwd().iterdir()) == []
 
 
-OWN_MODEL, OWN_EXPERIMENT = "model/own.yaml", "experiment/own.yaml"
-GLOBAL = "# @package _global_\n"
+MODEL, EXPERIMENT, GLOBAL = "model/own", "experiment/own", "# @package _global_\n"
 
 
 @pytest.mark.parametrize(
-    ("file", "text", "fragments"),
+    ("choice", "text", "fragments"),
     [
-        (OWN_MODEL, "name: own\nname_or_path: x\ndtpye: auto\n", [OWN_MODEL, "'model.dtype'"]),
-        (OWN_MODEL, "name: [a\n", ["own.yaml", "line"]),
-        (OWN_MODEL, "name_or_path: x\n", ["model.name is not set"]),
-        (OWN_MODEL, "defaults:\n  - override /dataset: gsm8k\n", ["model/own", "override dataset"]),
-        (OWN_EXPERIMENT, "num_rounds: 2\n", [f"{OWN_EXPERIMENT}: begin it with the line '{GLOBAL.strip()}'"]),
-        (OWN_EXPERIMENT, f"{GLOBAL}cache: small\n", [f"{OWN_EXPERIMENT}: cache is a group", "/cache: small"]),
+        (MODEL, "name: own\nname_or_path: x\ndtpye: auto\n", [f"{MODEL}.yaml", "'model.dtype'"]),
+        (MODEL, "name: [a\n", ["own.yaml", "line"]),
+        (MODEL, "name_or_path: x\n", ["model.name is not set"]),
+        (MODEL, "defaults:\n  - override /dataset: gsm8k\n", [MODEL, "override dataset"]),
+        (EXPERIMENT, "num_rounds: 2\n", [f"{EXPERIMENT}.yaml: begin it with the line '{GLOBAL.strip()}'"]),
+        (EXPERIMENT, f"{GLOBAL}cache: small\n", [f"{EXPERIMENT}.yaml: cache is a group", "/cache: small"]),
     ],
 )
-def test_bad_own_yaml_is_one_message(run, tmp_path, file, text, fragments):
-    path = tmp_path / "own" / file
-    path.parent.mkdir(parents=True)
+def test_bad_own_yaml_is_one_message(run, tmp_path, choice, text, fragments):
+    path = tmp_path / f"{choice}.yaml"
+    path.parent.mkdir()
     path.write_text(text)
-    result = run("--config-dir", str(tmp_path / "own"), f"{path.parent.name}=own")
+    result = run("--config-dir", str(tmp_path), choice.replace("/", "="))
     assert result.code == 2
     assert all(fragment in result.err for fragment in fragments), result.err
     assert "Traceback" not in result.err
-    assert list(Path.cwd().iterdir()) == []
 
 
 def test_launcher_of_an_extra_says_how_to_get_it(run, monkeypatch):
     monkeypatch.setattr("cbexp.cli.composer._is_installed", lambda module: False)
     result = run("-m", "seed=1,2", "hydra/launcher=slurm")
-    assert (result.code, list(Path.cwd().iterdir())) == (2, [])
+    assert result.code == 2
     assert result.err == "cbexp: hydra/launcher=slurm needs submitit: pip install 'cbexp[slurm]'.\n"
 
 
 def test_full_error_shows_the_traceback(run, monkeypatch):
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     result = run("num_rounds=abc")
-    assert result.code == 2
     assert "Traceback" in result.err
     assert result.err.endswith("cbexp: num_rounds=abc: num_rounds must be an integer.\n")
 
@@ -364,31 +325,19 @@ def test_unwritable_folder_is_one_message(run, experiment, taken, arguments, mes
     result = run(*arguments)
     assert (result.code, experiment.calls) == (1, [])
     assert result.err.startswith(f"cbexp: results cannot be written to {message}")
-    assert "hydra.run.dir" in result.err
 
 
 # Information
 
 
-def test_help_lists_groups_choices_and_every_setting_of_the_root(run):
-    result = run("--help")
-    assert result.code == 0
-    assert "model: hf, llama3_2_1b, qwen3_0_6b, qwen3_4b, qwen3_8b, tiny" in result.out
-    assert all(word in result.out for word in ("--config-dir", "-m compile=eager,default"))
-    assert all(f"\n{item.name}" in result.out for item in dataclasses.fields(ExperimentConfig))
-    assert list(Path.cwd().iterdir()) == []
-
-
-def test_config_and_version_are_printed_without_running(run, experiment):
-    result = run("model=hf", "--cfg", "job", "num_rounds=3")
-    printed = yaml.safe_load(result.out)
-    assert run("--version").out.split()[0] == "cbexp"
+def test_help_configuration_and_version_are_shown_and_nothing_runs(run, experiment):
+    shown = run("--help").out
+    assert "model: hf, llama3_2_1b, qwen3_0_6b, qwen3_4b, qwen3_8b, tiny" in shown
+    assert all(f"\n{item.name}" in shown for item in dataclasses.fields(ExperimentConfig))
+    printed = yaml.safe_load(run("model=hf", "--cfg", "job", "num_rounds=3").out)
     assert (printed["num_rounds"], printed["model"]["name_or_path"]) == (3, None)
-    assert experiment.calls == []
-    assert list(Path.cwd().iterdir()) == []
-
-
-# In a process of its own
+    assert run("--version").out.split()[0] == "cbexp"
+    assert (experiment.calls, list(Path.cwd().iterdir())) == ([], [])
 
 
 @pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), (["-m", "seed=1,x"], 2)])

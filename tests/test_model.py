@@ -39,6 +39,7 @@ GPT_OSS = {
     "num_experts_per_tok": 1,
     "layer_types": ["sliding_attention", "full_attention"],
 }
+GEMMA2 = {**TINY, "model_type": "gemma2", "query_pre_attn_scalar": 8, "sliding_window": 16}
 
 
 @pytest.fixture(scope="module")
@@ -93,9 +94,8 @@ def test_auto_device_and_dtype_follow_the_compute_capability(monkeypatch, capabi
 
 
 def test_devices_that_are_not_there_are_refused(monkeypatch):
-    for name in ("mps", "cuda:x", "cpu:0", "tpu"):
-        with pytest.raises(ModelError, match="Allowed: auto, cpu, cuda, cuda:INDEX"):
-            resolve_device(name)
+    with pytest.raises(ModelError, match="Allowed: auto, cpu, cuda, cuda:INDEX"):
+        resolve_device("mps")
     pretend_gpu(monkeypatch, (9, 0), count=2)
     assert resolve_device("cuda:1") == torch.device("cuda", 1)
     with pytest.raises(ModelError, match=r"cuda:2: this machine has 2 CUDA device\(s\), cuda:0 to cuda:1"):
@@ -109,18 +109,17 @@ def test_devices_that_are_not_there_are_refused(monkeypatch):
 
 
 def test_attention_auto_is_the_engines_own_for_the_synchronous_driver_alone():
-    qwen3 = AutoConfig.for_model("qwen3")
-    for device in (CPU, torch.device("cuda", 0)):
-        for name in ("auto", "cbexp"):
-            choice = resolve_attention(name, DRIVERS["sync"], qwen3, device, torch.float32)
-            assert (choice.implementation, choice.reason, choice.is_masked) == ("cbexp", None, False)
-    assert resolve_attention("sdpa", DRIVERS["sync"], qwen3, CPU, torch.float32).implementation == "sdpa"
+    def resolve(name, driver):
+        return resolve_attention(name, DRIVERS[driver], AutoConfig.for_model("qwen3"), CPU, torch.float32)
+
+    for name in ("auto", "cbexp"):
+        choice = resolve(name, "sync")
+        assert (choice.implementation, choice.reason, choice.is_masked) == ("cbexp", None, False)
+    assert resolve("sdpa", "sync").implementation == "sdpa"
     for driver in ("manager", "generate"):
-        assert resolve_attention("auto", DRIVERS[driver], qwen3, CPU, torch.float32).implementation == "sdpa"
-        with pytest.raises(
-            ConfigError, match=f"attn_implementation=cbexp .* does not work with driver={driver}"
-        ):
-            resolve_attention("cbexp", DRIVERS[driver], qwen3, CPU, torch.float32)
+        assert resolve("auto", driver).implementation == "sdpa"
+        with pytest.raises(ConfigError, match=f"=cbexp .* does not work with driver={driver}"):
+            resolve("cbexp", driver)
 
 
 @pytest.mark.parametrize(
@@ -128,15 +127,12 @@ def test_attention_auto_is_the_engines_own_for_the_synchronous_driver_alone():
     [
         ((9, 0), {"flash_attention_2", "flash_attention_3"}, torch.bfloat16, "flash_attention_3"),
         ((9, 0), {"flash_attention_2"}, torch.bfloat16, "flash_attention_2"),
-        ((9, 0), set(), torch.bfloat16, "sdpa"),
         ((9, 0), {"flash_attention_3"}, torch.float32, "sdpa"),
         ((8, 0), {"flash_attention_2", "flash_attention_3"}, torch.float16, "flash_attention_2"),
         ((7, 5), {"flash_attention_2"}, torch.float16, "sdpa"),
     ],
 )
-def test_auto_is_the_managers_best_attention_that_is_installed(
-    monkeypatch, capability, installed, dtype, expected
-):
+def test_auto_is_the_managers_best_attention(monkeypatch, capability, installed, dtype, expected):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     for name, package in attention_choice.FLASH_PACKAGES.items():
         found = replace(package, is_available=lambda name=name: name in installed)
@@ -153,12 +149,10 @@ def test_auto_is_the_managers_best_attention_that_is_installed(
     [("qwen3", "sdpa", None), ("gpt_oss", "eager", "attention sinks"), ("gemma2", "eager", "soft cap")],
 )
 def test_model_is_loaded_with_sdpa_where_it_has_it(model_type, implementation, reason):
-    """Also when the engine's own attention will run."""
     architecture = AutoConfig.for_model(model_type)
-    for name in ("auto", "cbexp"):
-        choice = resolve_loaded_attention(name, architecture, CPU, torch.float32)
-        assert choice.implementation == implementation
-        assert (choice.reason is None) if reason is None else (reason in choice.reason)
+    choice = resolve_loaded_attention("cbexp", architecture, CPU, torch.float32)
+    assert choice.implementation == implementation
+    assert (choice.reason is None) if reason is None else (reason in choice.reason)
     if reason is not None:
         with pytest.raises(ModelError, match=reason):
             resolve_loaded_attention("sdpa", architecture, CPU, torch.float32)
@@ -168,8 +162,6 @@ def test_model_is_loaded_with_sdpa_where_it_has_it(model_type, implementation, r
     ("name", "device", "dtype", "error", "message"),
     [
         ("flash_attention_2", "cpu", torch.bfloat16, NotApplicableError, "needs a CUDA device"),
-        ("flash_attention_2", "cuda", torch.float32, ConfigError, "bfloat16 or float16 only"),
-        ("flash_attention_3", "cuda", torch.bfloat16, ModelError, "needs the package flash-attn-3"),
         ("kernels-community/flash-attn2", "cuda", torch.bfloat16, ModelError, "needs the package kernels"),
         ("sdpaa", "cuda", torch.bfloat16, ConfigError, "Did you mean 'sdpa'"),
     ],
@@ -186,9 +178,8 @@ def test_random_weights_have_the_true_shape_dtype_and_scale():
     loaded = load(random_init({**QWEN3, "initializer_range": 0.03}, dtype="bfloat16"))
     weights = dict(loaded.model.named_parameters())
     assert {p.dtype for p in weights.values()} == {torch.bfloat16}
-    assert float(weights["model.layers.0.mlp.up_proj.weight"].detach().float().std()) == pytest.approx(
-        0.03, rel=0.1
-    )
+    deviation = weights["model.layers.0.mlp.up_proj.weight"].detach().float().std()
+    assert float(deviation) == pytest.approx(0.03, rel=0.1)
     for name, weight in weights.items():
         if "norm" in name:
             assert torch.equal(weight, torch.ones_like(weight)), name
@@ -229,20 +220,10 @@ def test_a_4b_model_is_built_on_the_gpu_without_host_copies():
     assert psutil.Process().memory_info().rss - host_before < 8e9
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {**TINY, "model_type": "llama"},
-        {**TINY, "model_type": "gemma2", "query_pre_attn_scalar": 8, "sliding_window": 16},
-        {**TINY, "model_type": "mistral", "sliding_window": 16},
-        GPT_OSS,
-    ],
-    ids=lambda values: values["model_type"],
-)
+@pytest.mark.parametrize("values", [GEMMA2, GPT_OSS], ids=lambda values: values["model_type"])
 def test_random_models_of_other_families_give_finite_logits(values):
-    loaded = load(random_init(values))
     with torch.no_grad():
-        logits = loaded.model(torch.arange(1, 20)[None]).logits
+        logits = load(random_init(values)).model(torch.arange(1, 20)[None]).logits
     assert torch.isfinite(logits).all()
     assert logits.std() > 0
 
@@ -292,10 +273,9 @@ def test_damaged_or_missing_weights_are_named_and_not_made_up(own_copy):
     missing = r"lacks 1 of the model's weights: model\.layers\.0\.mlp\.up_proj\.weight"
     with pytest.raises(ModelError, match=missing):
         load(pretrained(own_copy))
-    for keep in (4000, 7):
-        file.write_bytes(file.read_bytes()[:keep])
-        with pytest.raises(ModelError, match="damaged safetensors file"):
-            load(pretrained(own_copy))
+    file.write_bytes(file.read_bytes()[:4000])
+    with pytest.raises(ModelError, match="damaged safetensors file"):
+        load(pretrained(own_copy))
     file.unlink()
     with pytest.raises(ModelError, match=r"cannot be loaded: .*no file named"):
         load(pretrained(own_copy))
@@ -329,32 +309,28 @@ HUB_FAILURES = [
 ]
 
 
-@pytest.mark.parametrize("is_wrapped", [False, True], ids=["bare", "wrapped"])
 @pytest.mark.parametrize(("failure", "message"), HUB_FAILURES)
-@pytest.mark.parametrize("stage", ["config", "tokenizer", "weights"])
-def test_hub_failures_are_explained(monkeypatch, stage, failure, message, is_wrapped):
+def test_hub_failures_are_explained(monkeypatch, failure, message):
+    """As transformers raises them: wrapped into an error of its own."""
+
     def fail(*args: Any, **kwargs: Any) -> None:
-        if not is_wrapped:
-            raise failure()
         try:
             raise failure()
         except Exception as error:
             raise OSError("There was an error.\nLong story.") from error
 
     config = pretrained("org/model", revision="v9")
-    architecture = AutoConfig.for_model(**QWEN3)
-    targets = {"config": PreTrainedConfig, "tokenizer": AutoTokenizer, "weights": AutoModelForCausalLM}
-    method = "get_config_dict" if stage == "config" else "from_pretrained"
-    monkeypatch.setattr(targets[stage], method, fail)
-    if stage == "weights":
-        monkeypatch.setattr("cbexp.model.loading.load_architecture", lambda config: architecture)
-    with pytest.raises(ModelError, match=message) as caught:
-        load_tokenizer(config) if stage == "tokenizer" else load(config)
-    assert "\n" not in str(caught.value)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", fail)
+    monkeypatch.setattr(PreTrainedConfig, "get_config_dict", fail)
+    for load_part in (load_tokenizer, load):
+        with pytest.raises(ModelError, match=message) as caught:
+            load_part(config)
+        assert "\n" not in str(caught.value)
 
 
 # What is refused
 
+OWN_CODE = '{"model_type": "own", "auto_map": {"AutoConfig": "x.Y"}}'
 QUANTISED = '{"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}}'
 
 
@@ -370,15 +346,8 @@ QUANTISED = '{"model_type": "qwen3", "quantization_config": {"quant_method": "fp
         ({"model_type": "bert"}, "bert.* is not supported: .*it is an encoder"),
         ({"model_type": "qwen3_next"}, "layers of the kind linear_attention"),
         ({"model_type": "qwen3_5"}, "more than text"),
-        ({"model_type": "deepseek_v3"}, "multi-head latent attention"),
-        ({"model_type": "qwen2_5_vl"}, "more than text"),
-        ({"model_type": "whisper"}, "encoder-decoder"),
         ({"model_type": "gemma3n_text"}, "use the keys and values of others"),
-        ({"model_type": "rwkv"}, "recurrent state"),
-        ({"model_type": "bloom"}, "attention interface"),
         ("builtin:huge", r"builtin:huge is unknown. Built in: builtin:tiny"),
-        ("/no/such/folder", "there is no such folder"),
-        ("~/nowhere_at_all", "there is no such folder"),
         ("a/b/c", "there is no such folder"),
         ("two words", "not a valid hub id"),
         (("model.gguf", ""), "this is a file"),
@@ -386,11 +355,7 @@ QUANTISED = '{"model_type": "qwen3", "quantization_config": {"quant_method": "fp
         (("config.json", "{broken"), "damaged JSON file"),
         (("config.json", '{"hidden_size": 8}'), "names no model_type"),
         (("config.json", '{"model_type": "qwen33"}'), r"model_type='qwen33', which transformers [\d.]+ does"),
-        (
-            ("config.json", '{"model_type": "own", "auto_map": {"AutoConfig": "x.Y"}}'),
-            "trust_remote_code=true",
-        ),
-        (("config.json", '{"model_type": "t5"}'), "t5.* is not supported"),
+        (("config.json", OWN_CODE), "trust_remote_code=true"),
         (("config.json", QUANTISED), "its checkpoint is quantised"),
     ],
     ids=str,
@@ -409,8 +374,6 @@ def test_what_is_no_model_or_not_supported_is_refused(tmp_path, source, message)
         load_architecture(config)
 
 
-@pytest.mark.parametrize(
-    "model_type", ["qwen3", "llama", "mistral", "gemma2", "gemma3_text", "phi3", "gpt_oss", "gpt_neox"]
-)
-def test_supported_kinds_pass(model_type):
-    assert load_architecture(random_init({"model_type": model_type})).model_type == model_type
+def test_supported_kinds_pass():
+    for kind in ("qwen3", "llama", "mistral", "gemma2", "gemma3_text", "phi3", "gpt_oss", "gpt_neox"):
+        assert load_architecture(random_init({"model_type": kind})).model_type == kind
