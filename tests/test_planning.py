@@ -5,19 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
-from cbexp import factory
 from cbexp.config import DatasetConfig, ModelConfig
 from cbexp.drivers.registry import DRIVERS
 from cbexp.errors import ConfigError, MemoryBudgetError, ModelError
 from cbexp.model.attention_choice import AttentionChoice
 from cbexp.model.memory import WeightSize, estimate_cache_cost
-from cbexp.planning import cache_sizing, dry_run
-from cbexp.planning import plan as planning
+from cbexp.planning import cache_sizing
 from cbexp.planning.dry_run import summarize_dry_run
 from cbexp.planning.plan import RunPlan, build_plan
 from cbexp.planning.plan_warnings import find_handicap, find_slowness
@@ -29,11 +29,10 @@ GIB = 1024**3
 
 @pytest.fixture
 def free_memory(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Sets what every device has free, in bytes."""
+    """Sets how many bytes are free."""
 
     def set_bytes(num_bytes: int) -> None:
-        for module in (planning, factory, dry_run):
-            monkeypatch.setattr(module, "free_memory_bytes", lambda device: num_bytes)
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=num_bytes, total=GIB))
 
     set_bytes(8 * GIB)
     return set_bytes
@@ -42,24 +41,21 @@ def free_memory(monkeypatch: pytest.MonkeyPatch) -> Any:
 # The plan
 
 
-def test_a_plan_resolves_what_is_auto():
-    plan = build_plan(experiment(num_prompts=3))
-    assert (plan.device, plan.dtype, plan.attention.implementation) == (CPU, torch.float32, "cbexp")
-    assert (plan.compile_mode, plan.page_size, plan.block_sharing) == ("eager", 256, False)
-    assert (plan.max_requests_per_batch, plan.max_new_tokens, plan.warnings) == (3, 8, [])
-
-
-def test_a_plan_is_plain_json():
-    written = json.loads(json.dumps(build_plan(experiment(GEMMA2, "manager", max_batch_tokens=99)).to_dict()))
+def test_a_plan_resolves_what_is_auto_and_is_plain_json():
+    plan = build_plan(experiment(GEMMA2, "manager", max_batch_tokens=99))
+    assert (plan.device, plan.dtype, plan.warnings) == (CPU, torch.float32, [])
+    written = json.loads(json.dumps(plan.to_dict()))
     expected = {
         "dtype": "float32",
         "attn_implementation": "eager",
+        "compile_mode": "eager",
         "num_full_layers": 1,
         "num_sliding_layers": 1,
         "sliding_window": 16,
         "kv_bytes_per_token": 2 * 2 * 2 * 8 * 4,
         "page_size": 256,
         "max_batch_tokens": 99,
+        "max_new_tokens": 8,
         "settings_without_effect": [],
     }
     assert {key: written[key] for key in expected} == expected
@@ -70,46 +66,35 @@ def test_a_plan_is_plain_json():
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({}, (False, 256)),
-        ({"num_generations": 2}, (True, 32)),
-        ({"num_generations": 2, "page_size": 16}, (True, 16)),
-        ({"num_generations": 2, "block_sharing": "off"}, (False, 256)),
-        ({"block_sharing": "on"}, (True, 32)),
-        ({"num_generations": 2, "architecture": MISTRAL}, (False, 256)),
-        ({"num_generations": 2, "driver": "generate"}, (False, 256)),
-        ({"num_generations": 2, "driver": "vllm"}, (True, 16)),
+        ({}, (False, 256, 4)),
+        ({"num_generations": 2}, (True, 32, 8)),
+        ({"num_generations": 2, "page_size": 16}, (True, 16, 8)),
+        ({"num_generations": 2, "block_sharing": "off"}, (False, 256, 8)),
+        ({"block_sharing": "on"}, (True, 32, 4)),
+        ({"num_generations": 2, "architecture": MISTRAL}, (False, 256, 8)),
+        ({"num_generations": 2, "driver": "vllm"}, (True, 16, 8)),
+        ({"num_prompts": 3000}, (False, 256, 1024)),
+        ({"num_prompts": 2, "num_generations": 1500}, (True, 32, 1500)),
+        ({"num_prompts": 3000, "max_batch_tokens": 100}, (False, 256, 100)),
+        ({"num_prompts": 300, "num_generations": 10, "driver": "generate"}, (False, 256, 3000)),
+        ({"max_requests_per_batch": 2}, (False, 256, 2)),
     ],
 )
-def test_block_sharing_and_page_size(settings, expected):
+def test_block_sharing_page_size_and_requests_of_a_batch(settings, expected):
     plan = build_plan(experiment(**settings))
-    assert (plan.block_sharing, plan.page_size) == expected
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"num_prompts": 5, "num_generations": 3}, 15),
-        ({"num_prompts": 3000}, 1024),
-        ({"num_prompts": 2, "num_generations": 1500}, 1500),
-        ({"num_prompts": 3000, "max_batch_tokens": 100}, 100),
-        ({"num_prompts": 3000, "driver": "generate"}, 3000),
-        ({"num_prompts": 5, "max_requests_per_batch": 2}, 2),
-    ],
-)
-def test_requests_of_a_batch(settings, expected):
-    assert build_plan(experiment(**settings)).max_requests_per_batch == expected
+    assert (plan.block_sharing, plan.page_size, plan.max_requests_per_batch) == expected
 
 
 def test_settings_without_effect_are_data_and_warnings():
     plan = build_plan(experiment(driver="generate", page_size=64, compile={"recompile_limit": 9}))
-    reasons = {
-        "cache.page_size": (64, "driver=generate, which has no paged cache"),
-        "compile.recompile_limit": (9, "compile.mode=eager, which compiles nothing"),
+    size, limit = plan.to_dict()["settings_without_effect"]
+    assert size == {
+        "setting": "cache.page_size",
+        "value": 64,
+        "reason": "driver=generate, which has no paged cache",
     }
-    assert {
-        s["setting"]: (s["value"], s["reason"]) for s in plan.to_dict()["settings_without_effect"]
-    } == reasons
-    assert plan.warnings == [f"{k}={v} has no effect with {why}." for k, (v, why) in reasons.items()]
+    assert limit["setting"] == "compile.recompile_limit"
+    assert plan.warnings[0] == f"cache.page_size=64 has no effect with {size['reason']}."
 
 
 @pytest.mark.parametrize(
