@@ -45,22 +45,12 @@ def experiment(
     compile: dict[str, Any] | None = None,
     **cache: Any,
 ) -> ExperimentConfig:
+    model = {"init": "random", "device": device, "attn_implementation": attention}
+    prompts = {"num_prompts": num_prompts, "num_generations": num_generations}
+    prompts |= {"min_length": lengths[0], "max_length": lengths[1]}
     return ExperimentConfig(
-        model=ModelConfig(
-            name="test",
-            init="random",
-            architecture=architecture,
-            device=device,
-            attn_implementation=attention,
-        ),
-        dataset=DatasetConfig(
-            kind="synthetic",
-            name="synthetic",
-            num_prompts=num_prompts,
-            num_generations=num_generations,
-            min_length=lengths[0],
-            max_length=lengths[1],
-        ),
+        model=ModelConfig(name="test", architecture=architecture, **model),
+        dataset=DatasetConfig(name="synthetic", kind="synthetic", **prompts),
         sampling=SamplingConfig(max_new_tokens=max_new_tokens, ignore_eos=True),
         cache=CacheConfig(**cache),
         compile=CompileConfig(**{"mode": compile_mode} | (compile or {})),

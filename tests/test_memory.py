@@ -12,11 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.cache import PagedAttentionMemoryHandler
 
-from cbexp.errors import MemoryBudgetError
 from cbexp.model.memory import (
-    CacheCost,
-    cache_tokens_needed,
-    check_fits,
     describe_cache_layout,
     estimate_cache_cost,
     free_memory_bytes,
@@ -61,40 +57,19 @@ def test_kv_bytes_are_what_a_real_cache_takes(model_type, shape):
 
 
 @pytest.mark.parametrize(
-    ("architecture", "layers"),
+    ("architecture", "layers", "num_tokens", "num_blocks"),
     [
-        (QWEN3_4B, (36, 0, None)),
-        (GEMMA2, (2, 2, 64)),
-        (MISTRAL, (0, 4, 64)),
-        (AutoConfig.for_model("gemma2", num_hidden_layers=1, layer_types=["full_attention"]), (1, 0, None)),
+        (QWEN3_4B, (36, 0, None), 128, 4),
+        (QWEN3_4B, (36, 0, None), 129, 5),
+        (MISTRAL, (0, 4, 64), 1000, 2),  # a ring of 64 tokens
+        (GEMMA2, (2, 2, 64), 128, 3),  # two layers of 4 pages and two of 2: 12 pages, 4 a block
+        (AutoConfig.for_model("gemma2", layer_types=["full_attention"] * 26), (26, 0, None), 32, 1),
     ],
 )
-def test_layouts_tell_sliding_layers_apart(architecture, layers):
+def test_sliding_layers_are_told_apart_and_bound_a_request(architecture, layers, num_tokens, num_blocks):
     layout = describe_cache_layout(architecture)
     assert (layout.num_full_layers, layout.num_sliding_layers, layout.sliding_window) == layers
-
-
-def test_each_request_takes_whole_pages():
-    """100 + 28 = 128 tokens are 4 pages of 32, 101 + 28 = 129 are 5; three generations of each: 27 pages."""
-    assert cache_tokens_needed([128, 129], 3, 32) == 27 * 32
-
-
-@pytest.mark.parametrize(
-    ("architecture", "num_tokens", "expected"),
-    [
-        (QWEN3_4B, 128, 4),
-        (QWEN3_4B, 129, 5),
-        (MISTRAL, 1000, 2),  # a ring of 64 tokens
-        (GEMMA2, 128, 3),  # two layers of 4 pages and two of 2: 12 pages, 4 a block
-    ],
-)
-def test_blocks_of_one_request(architecture, num_tokens, expected):
-    assert request_blocks_needed(describe_cache_layout(architecture), num_tokens, 32) == expected
-
-
-def test_tokens_within_a_budget():
-    cost = CacheCost(fixed_bytes=1000, bytes_per_token=10)
-    assert (cost.total_bytes(5), cost.tokens_within(1059), cost.tokens_within(999)) == (1050, 5, 0)
+    assert request_blocks_needed(layout, num_tokens, 32) == num_blocks
 
 
 def test_cache_cost_counts_masks_only_for_masked_attention():
@@ -142,11 +117,3 @@ def test_free_memory_is_the_available_ram_or_on_a_gpu_also_what_pytorch_holds_un
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 15 * GIB)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 10 * GIB)
     assert free_memory_bytes(torch.device("cuda", 0)) == 65 * GIB
-
-
-def test_what_does_not_fit_is_refused_with_the_numbers():
-    device = torch.device("cuda", 0)
-    check_fits(6 * GIB, 2 * GIB, 8 * GIB, device, "nothing")
-    message = r"cuda:0 has 8.00 GiB free, and 8.29 GiB .*: weights 6.00 GiB, .* 2.29 GiB. Lower cache"
-    with pytest.raises(MemoryBudgetError, match=message):
-        check_fits(6 * GIB, int(2.29 * GIB), 8 * GIB, device, "cache.num_tokens")
