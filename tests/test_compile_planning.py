@@ -88,12 +88,30 @@ def test_a_cpu_without_compiler_is_told_before_anything_is_loaded():
 # Decoding
 
 
-def test_how_the_engine_decodes_is_in_the_plan_of_its_own_steps_alone():
-    written = build_plan(compiled(batch_shape="full", **DECODE)).to_dict()
+def test_how_the_engine_decodes_is_in_the_plan_and_reaches_the_driver_where_it_has_an_effect(monkeypatch):
+    seen = []
+    monkeypatch.setattr(sync, "SyncCBDriver", lambda model, generation, config: seen.append(config))
+    for config in (compiled(mode="default", **DECODE), compiled("sdpa", max_burst=9), compiled()):
+        build_driver(*load(config), (3,), 0)
+    own, foreign, default = seen
+    assert {key: getattr(own, key) for key in DECODE} == DECODE
+    assert (own.compile_mode, own.attn_implementation, own.batch_shape) == ("default", "cbexp", "buckets")
+    assert (own.max_new_tokens, own.max_requests_per_batch, own.eos_token_id) == (8, 20, (3,))
+    assert (foreign.attn_implementation, foreign.compile_mode, foreign.max_burst) == ("sdpa", "eager", 128)
+    assert [config.recompile_limit for config in seen] == [256, None, None]
+    assert default.num_blocks == 20
+    written = build_plan(compiled(**DECODE)).to_dict()
     assert {key: written[key] for key in DECODE} == DECODE
-    assert written["batch_shape"] == "full"
     for config in (experiment(driver="manager"), experiment(driver="generate"), compiled("sdpa")):
-        assert not {"batch_shape", *DECODE} & set(build_plan(config).to_dict())
+        assert not DECODE.keys() & build_plan(config).to_dict().keys()
+
+
+def test_the_manager_gets_the_longest_request(monkeypatch):
+    seen = []
+    monkeypatch.setattr(manager, "ManagerDriver", lambda model, config, **options: seen.append(options))
+    plan, loaded, prompts = load(experiment(driver="manager"))
+    build_driver(plan, loaded, prompts, (), 0)
+    assert seen == [{"max_request_tokens": max(map(len, prompts.prompt_ids)) + 8}]
 
 
 def test_buckets_bound_the_batch_and_idle_ones_are_named():
@@ -122,35 +140,8 @@ def test_a_self_check_that_has_nothing_to_check(mode, fusion, device, dtype, is_
     settings = CBSyncConfig(compile_mode=mode, fusion=fusion, self_check=False)
     assert len(find_idle_self_check(settings, device, dtype)) == is_idle
     assert find_idle_self_check(dataclasses.replace(settings, self_check=True), device, dtype) == []
-
-
-def test_an_idle_self_check_is_among_the_settings_without_effect():
     (idle,) = build_plan(compiled(self_check=False)).idle
-    assert str(idle) == (
-        "compile.self_check=False has no effect with compile.mode=eager and nothing fused: nothing is checked."
-    )
-
-
-def test_settings_reach_the_driver(monkeypatch):
-    seen = []
-    monkeypatch.setattr(sync, "SyncCBDriver", lambda model, generation, config: seen.append(config))
-    for config in (compiled(mode="default", **DECODE), compiled("sdpa"), compiled()):
-        build_driver(*load(config), (3,), 0)
-    own, foreign, default = seen
-    assert {key: getattr(own, key) for key in DECODE} == DECODE
-    assert (own.compile_mode, own.attn_implementation, own.batch_shape) == ("default", "cbexp", "buckets")
-    assert (own.max_new_tokens, own.max_requests_per_batch, own.eos_token_id) == (8, 20, (3,))
-    assert (foreign.attn_implementation, foreign.compile_mode, foreign.buckets) == ("sdpa", "eager", None)
-    assert [config.recompile_limit for config in seen] == [256, None, None]
-    assert default.num_blocks == 20
-
-
-def test_the_manager_gets_the_longest_request(monkeypatch):
-    seen = []
-    monkeypatch.setattr(manager, "ManagerDriver", lambda model, config, **options: seen.append(options))
-    plan, loaded, prompts = load(experiment(driver="manager", lengths=(5, 12)))
-    build_driver(plan, loaded, prompts, (), 0)
-    assert seen == [{"max_request_tokens": max(map(len, prompts.prompt_ids)) + 8}]
+    assert str(idle).endswith("with compile.mode=eager and nothing fused: nothing is checked.")
 
 
 # The compile cache
@@ -246,19 +237,14 @@ def test_a_run_names_its_full_compile_cache(tmp_path, monkeypatch, mode, error, 
     assert ("compile.cache_dir=" in outcome.message) == (status == "bad_config")
 
 
-@pytest.mark.parametrize(
-    ("mode", "driver", "device", "expected"),
-    [
-        ("eager", "sync", CPU, False),
-        ("default", "sync", CPU, True),
-        ("eager", "sync", CUDA, True),
-        ("cuda_graph", "manager", CUDA, False),
-        ("default", "manager", CPU, True),
-        ("default", "vllm", CPU, False),
-    ],
-)
-def test_what_uses_the_compile_cache(mode, driver, device, expected):
-    assert uses_compile_cache(mode, DRIVERS[driver], device) is expected
+def test_what_uses_the_compile_cache():
+    def uses(mode, driver, device):
+        return uses_compile_cache(mode, DRIVERS[driver], device)
+
+    assert uses("default", "sync", CPU) and uses("default", "manager", CPU) and uses("eager", "sync", CUDA)
+    assert not uses("eager", "sync", CPU)
+    assert not uses("cuda_graph", "manager", CUDA)
+    assert not uses("default", "vllm", CPU)
 
 
 # The roofline

@@ -20,7 +20,6 @@ from cbexp.config import (
     TrackingConfig,
     find_idle_settings,
 )
-from cbexp.engine.types import ENGINE_ATTENTION
 from cbexp.errors import ConfigError
 
 SYNTHETIC = {"name": "synthetic", "kind": "synthetic", "min_length": 4, "max_length": 8}
@@ -137,20 +136,6 @@ def test_bad_setting_says_what_is_wrong_and_what_would_be_right(group, settings,
 def test_what_the_engine_refuses_is_said_in_its_words_by_the_settings_name(settings, message):
     with pytest.raises(ConfigError, match=message):
         ExperimentConfig(**settings)
-
-
-def test_the_engine_gets_what_has_an_effect():
-    config = ExperimentConfig(compile=CompileConfig(**DECODE))
-    settings = config.engine_settings("default", ENGINE_ATTENTION, num_blocks=7)
-    assert {key: getattr(settings, key) for key in DECODE} == DECODE
-    assert (settings.compile_mode, settings.recompile_limit, settings.num_blocks) == ("default", 256, 7)
-    for idle in (
-        ExperimentConfig(compile=CompileConfig(batch_shape="natural", buckets=[4])),
-        ExperimentConfig(driver=DriverConfig("manager"), compile=CompileConfig(**DECODE)),
-        ExperimentConfig(model=FOREIGN, compile=CompileConfig(**DECODE | {"fusion": "none"})),
-    ):
-        settings = idle.engine_settings("eager", ENGINE_ATTENTION)
-        assert (settings.buckets, settings.max_burst, settings.recompile_limit) == (None, 128, None)
 
 
 def test_a_configuration_needs_neither_torch_nor_transformers():

@@ -22,7 +22,9 @@ from huggingface_hub.errors import (
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
+import cbexp
 from cbexp.config import AdapterConfig, ModelConfig
+from cbexp.dataset.arithmetic import build_questions, verify_answer
 from cbexp.drivers.registry import DRIVERS
 from cbexp.errors import ConfigError, ModelError, NotApplicableError
 from cbexp.model import attention_choice
@@ -32,6 +34,7 @@ from tests.model_fixtures import GPT_OSS, QWEN3, TINY, save_model
 
 CPU = torch.device("cpu")
 NO_ADAPTER = AdapterConfig()
+QUESTIONS = build_questions(100, seed=123, split="heldout")
 GEMMA2 = {**TINY, "model_type": "gemma2", "query_pre_attn_scalar": 8, "sliding_window": 16}
 
 
@@ -68,16 +71,12 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], co
 
 
 @pytest.mark.parametrize(
-    ("capability", "expected"),
-    [(None, torch.float32), ((7, 5), torch.float16), ((8, 0), torch.bfloat16), ((9, 0), torch.bfloat16)],
+    ("capability", "expected"), [((7, 5), torch.float16), ((8, 0), torch.bfloat16), ((9, 0), torch.bfloat16)]
 )
 def test_auto_device_and_dtype_follow_the_compute_capability(monkeypatch, capability, expected):
-    if capability is None:
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    else:
-        pretend_gpu(monkeypatch, capability)
+    pretend_gpu(monkeypatch, capability)
     device = resolve_device("auto")
-    assert device == (CPU if capability is None else torch.device("cuda", 0))
+    assert device == torch.device("cuda", 0)
     assert resolve_dtype("auto", device) is expected
     if expected is torch.float16:
         with pytest.raises(ModelError, match=r"compute capability 7\.5 and would only emulate it"):
@@ -96,6 +95,8 @@ def test_devices_that_are_not_there_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ModelError, match=r"model\.device=cuda: .*Use model\.device=cpu or auto"):
         resolve_device("cuda")
+    assert resolve_device("auto") == CPU
+    assert resolve_dtype("auto", CPU) is torch.float32
 
 
 # Attention
@@ -233,7 +234,6 @@ def test_a_local_folder_loads_with_its_own_weights_and_tokenizer(saved):
     assert loaded.load_s > 0
     tokenizer = load_tokenizer(pretrained(saved))
     assert tokenizer("ab", add_special_tokens=False)["input_ids"] == [64, 65]
-    assert len(tokenizer) == 259
     assert load_architecture(ModelConfig(name_or_path="builtin:tiny")).model_type == "qwen3"
 
 
@@ -363,3 +363,27 @@ def test_what_is_no_model_or_not_supported_is_refused(tmp_path, source, message)
 def test_supported_kinds_pass():
     for kind in ("qwen3", "llama", "mistral", "gemma2", "gemma3_text", "phi3", "gpt_oss", "gpt_neox"):
         assert load_architecture(random_init({"model_type": kind})).model_type == kind
+
+
+# The embedded model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_embedded_model_is_small_and_right_on_questions_it_was_not_trained_on(dtype):
+    """In transformers' own format, read without cbexp."""
+    folder = Path(cbexp.__file__).parent / "assets" / "tiny"
+    assert sum(file.stat().st_size for file in folder.iterdir()) <= 5_000_000
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = " two  spaces\n\ttab, naïve café, 数学, 🎉"
+    assert tokenizer(text).input_ids == list(text.encode())
+    chats = [[{"role": "user", "content": question.text}] for question in QUESTIONS]
+    shown = tokenizer.apply_chat_template(chats[0], add_generation_prompt=True, tokenize=False)
+    assert shown == f"<|im_start|>user\n{QUESTIONS[0].text}<|im_end|>\n<|im_start|>assistant\n"
+    ids = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=False)
+    batch = tokenizer.pad({"input_ids": ids}, padding_side="left", return_tensors="pt")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    completions = model.generate(**batch, max_new_tokens=96, do_sample=False)[:, batch.input_ids.shape[1] :]
+    assert (completions == tokenizer.eos_token_id).any(dim=1).all(), "a completion did not end by itself"
+    texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
+    pairs = zip(texts, QUESTIONS, strict=True)
+    assert sum(verify_answer(text, question.answer) for text, question in pairs) >= 95
