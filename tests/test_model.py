@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +20,18 @@ from huggingface_hub.errors import (
 )
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers.utils import import_utils
 
 import cbexp
 from cbexp.config import AdapterConfig, ModelConfig
 from cbexp.dataset.arithmetic import build_questions, verify_answer
 from cbexp.drivers.registry import DRIVERS
 from cbexp.errors import ConfigError, ModelError, NotApplicableError
-from cbexp.model import attention_choice
-from cbexp.model.attention_choice import resolve_attention, resolve_loaded_attention
+from cbexp.model.attention_choice import AttentionChoice, resolve_attention, resolve_loaded_attention
 from cbexp.model.loading import load_architecture, load_model, load_tokenizer, resolve_device, resolve_dtype
 from tests.model_fixtures import GPT_OSS, QWEN3, TINY, save_model
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 NO_ADAPTER = AdapterConfig()
 QUESTIONS = build_questions(100, seed=123, split="heldout")
 GEMMA2 = {**TINY, "model_type": "gemma2", "query_pre_attn_scalar": 8, "sliding_window": 16}
@@ -76,7 +75,7 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], co
 def test_auto_device_and_dtype_follow_the_compute_capability(monkeypatch, capability, expected):
     pretend_gpu(monkeypatch, capability)
     device = resolve_device("auto")
-    assert device == torch.device("cuda", 0)
+    assert device == CUDA
     assert resolve_dtype("auto", device) is expected
     if expected is torch.float16:
         with pytest.raises(ModelError, match=r"compute capability 7\.5 and would only emulate it"):
@@ -102,40 +101,95 @@ def test_devices_that_are_not_there_are_refused(monkeypatch):
 # Attention
 
 
-def test_attention_auto_is_the_engines_own_for_the_synchronous_driver_alone():
-    def resolve(name, driver):
-        return resolve_attention(name, DRIVERS[driver], AutoConfig.for_model("qwen3"), CPU, torch.float32)
+# Distribution and the module that it brings: two versions share one.
+FLASH = {
+    "flash_attention_2": ("flash-attn", "flash_attn"),
+    "flash_attention_3": ("flash-attn-3", "flash_attn_interface"),
+    "flash_attention_4": ("flash-attn-4", "flash_attn"),
+}
 
-    for name in ("auto", "cbexp"):
-        choice = resolve(name, "sync")
-        assert (choice.implementation, choice.reason, choice.is_masked) == ("cbexp", None, False)
-    assert resolve("sdpa", "sync").implementation == "sdpa"
-    for driver in ("manager", "generate"):
-        assert resolve("auto", driver).implementation == "sdpa"
-        with pytest.raises(ConfigError, match=f"=cbexp .* does not work with driver={driver}"):
-            resolve("cbexp", driver)
+
+@pytest.fixture
+def install(monkeypatch, tmp_path):
+    """Makes the packages of the named versions all that transformers finds, on a machine with a GPU."""
+
+    def forget():
+        for version in (2, 3, 4):
+            getattr(import_utils, f"is_flash_attn_{version}_available").cache_clear()
+        import_utils.is_torch_cuda_available.cache_clear()
+
+    def put(names, capability=(9, 0)):
+        modules = {}
+        for distribution, module in (FLASH[name] for name in names):
+            modules.setdefault(module, []).append(distribution)
+            (tmp_path / module).mkdir(exist_ok=True)
+            (tmp_path / module / "__init__.py").touch()
+            records = tmp_path / f"{distribution.replace('-', '_')}-2.8.3.dist-info"
+            records.mkdir()
+            (records / "METADATA").write_text(f"Name: {distribution}\nVersion: 2.8.3\n")
+        monkeypatch.setattr(import_utils, "_package_distribution_mapping", lambda: modules)
+        monkeypatch.syspath_prepend(tmp_path)
+        pretend_gpu(monkeypatch, capability)
+        forget()
+
+    yield put
+    monkeypatch.undo()
+    forget()
+
+
+def resolve(name, driver="sync", model_type="qwen3", device=CUDA, dtype=torch.bfloat16):
+    return resolve_attention(name, DRIVERS[driver], AutoConfig.for_model(model_type), device, dtype)
+
+
+@pytest.mark.parametrize("name", FLASH)
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_version_of_flash_attention_runs_where_its_package_is_and_not_where_the_others_are(
+    install, name, is_there
+):
+    install([name] if is_there else FLASH.keys() - {name})
+    if is_there:
+        assert resolve(name).implementation == name
+        with pytest.raises(ConfigError, match=f"{name} runs in bfloat16 or float16 only"):
+            resolve(name, dtype=torch.float32)
+    else:
+        with pytest.raises(
+            ModelError, match=f"={name} needs the package {FLASH[name][0]}, .*Use sdpa or auto"
+        ):
+            resolve(name)
+
+
+def test_a_model_may_have_one_version_alone(install):
+    install(FLASH)
+    assert resolve("flash_attention_4", model_type="gpt_oss").implementation == "flash_attention_4"
+    with pytest.raises(ModelError, match=r"GptOssForCausalLM does not work with it. Use .*flash_attention_4"):
+        resolve("flash_attention_3", model_type="gpt_oss")
 
 
 @pytest.mark.parametrize(
     ("capability", "installed", "dtype", "expected"),
     [
-        ((9, 0), {"flash_attention_2", "flash_attention_3"}, torch.bfloat16, "flash_attention_3"),
-        ((9, 0), {"flash_attention_2"}, torch.bfloat16, "flash_attention_2"),
-        ((9, 0), {"flash_attention_3"}, torch.float32, "sdpa"),
-        ((8, 0), {"flash_attention_2", "flash_attention_3"}, torch.float16, "flash_attention_2"),
-        ((7, 5), {"flash_attention_2"}, torch.float16, "sdpa"),
+        ((9, 0), ["flash_attention_2", "flash_attention_3"], torch.bfloat16, "flash_attention_3"),
+        ((9, 0), ["flash_attention_2"], torch.bfloat16, "flash_attention_2"),
+        ((9, 0), ["flash_attention_3"], torch.float32, "sdpa"),
+        ((8, 0), ["flash_attention_2", "flash_attention_3"], torch.float16, "flash_attention_2"),
+        ((7, 5), ["flash_attention_2"], torch.float16, "sdpa"),
     ],
 )
-def test_auto_is_the_managers_best_attention(monkeypatch, capability, installed, dtype, expected):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    for name, package in attention_choice.FLASH_PACKAGES.items():
-        found = replace(package, is_available=lambda name=name: name in installed)
-        monkeypatch.setitem(attention_choice.FLASH_PACKAGES, name, found)
-    qwen3, cuda = AutoConfig.for_model("qwen3"), torch.device("cuda", 0)
-    choice = resolve_attention("auto", DRIVERS["manager"], qwen3, cuda, dtype)
+def test_auto_is_the_managers_best_attention(install, capability, installed, dtype, expected):
+    install(installed, capability)
+    choice = resolve("auto", "manager", dtype=dtype)
     assert choice.implementation == expected
     assert (choice.reason is None) == (expected == "sdpa")
-    assert resolve_attention("auto", DRIVERS["generate"], qwen3, cuda, dtype).implementation == "sdpa"
+    assert resolve("auto", "generate", dtype=dtype).implementation == "sdpa"
+
+
+def test_auto_is_the_engines_own_for_the_synchronous_driver_alone():
+    assert resolve("auto") == resolve("cbexp") == AttentionChoice("cbexp")
+    assert resolve("sdpa").implementation == "sdpa"
+    for driver in ("manager", "generate"):
+        assert resolve("auto", driver, device=CPU).implementation == "sdpa"
+        with pytest.raises(ConfigError, match=f"=cbexp .* does not work with driver={driver}"):
+            resolve("cbexp", driver)
 
 
 @pytest.mark.parametrize(
@@ -143,26 +197,25 @@ def test_auto_is_the_managers_best_attention(monkeypatch, capability, installed,
     [("qwen3", "sdpa", None), ("gpt_oss", "eager", "attention sinks"), ("gemma2", "eager", "soft cap")],
 )
 def test_model_is_loaded_with_sdpa_where_it_has_it(model_type, implementation, reason):
-    architecture = AutoConfig.for_model(model_type)
-    choice = resolve_loaded_attention("cbexp", architecture, CPU, torch.float32)
+    choice = resolve_loaded_attention("cbexp", AutoConfig.for_model(model_type), CPU, torch.float32)
     assert choice.implementation == implementation
     assert (choice.reason is None) if reason is None else (reason in choice.reason)
     if reason is not None:
         with pytest.raises(ModelError, match=reason):
-            resolve_loaded_attention("sdpa", architecture, CPU, torch.float32)
+            resolve("sdpa", model_type=model_type)
 
 
 @pytest.mark.parametrize(
-    ("name", "device", "dtype", "error", "message"),
+    ("name", "device", "error", "message"),
     [
-        ("flash_attention_2", "cpu", torch.bfloat16, NotApplicableError, "needs a CUDA device"),
-        ("kernels-community/flash-attn2", "cuda", torch.bfloat16, ModelError, "needs the package kernels"),
-        ("sdpaa", "cuda", torch.bfloat16, ConfigError, "Did you mean 'sdpa'"),
+        ("flash_attention_2", CPU, NotApplicableError, "needs a CUDA device"),
+        ("kernels-community/flash-attn2", CUDA, ModelError, "needs the package kernels"),
+        ("sdpaa", CUDA, ConfigError, "Did you mean 'sdpa'.*flash_attention_4"),
     ],
 )
-def test_attention_that_cannot_run_is_refused_with_its_reason(name, device, dtype, error, message):
+def test_attention_that_cannot_run_is_refused_with_its_reason(name, device, error, message):
     with pytest.raises(error, match=message):
-        resolve_loaded_attention(name, AutoConfig.for_model("qwen3"), torch.device(device), dtype)
+        resolve(name, device=device)
 
 
 # Random weights
