@@ -94,14 +94,14 @@ def test_target_modules_that_cannot_be_adapted_are_named(modules, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_size": 64}, "does not belong to this Qwen3ForCausalLM: size mismatch"),
-        ({"num_hidden_layers": 3}, "does not belong to this .*: 4 weights find no match, .*layers.2"),
-        ({"num_hidden_layers": 1}, "does not belong to this .*: 4 weights find no match, .*layers.1"),
+        ({"hidden_size": 64}, "Qwen3ForCausalLM: size mismatch"),
+        ({"num_hidden_layers": 3}, "4 weights find no match, .*layers.2"),
+        ({"num_hidden_layers": 1}, "4 weights find no match, .*layers.1"),
     ],
 )
 def test_an_adapter_of_another_base_is_refused(tmp_path, changes, message):
     folder = save_adapter(tmp_path / "adapter")
-    with pytest.raises(ModelError, match=message) as caught:
+    with pytest.raises(ModelError, match=f"does not belong to this .*{message}") as caught:
         load(lora(path=str(folder)), **changes)
     assert "\n" not in str(caught.value)
 
@@ -121,10 +121,6 @@ def test_unreadable_and_foreign_adapters_are_explained(tmp_path):
     weights.write_bytes(weights.read_bytes()[:50])
     with pytest.raises(ModelError, match="damaged safetensors file"):
         load(lora(path=str(folder)))
-
-
-def test_other_kinds_of_adapters_are_refused(tmp_path):
-    PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM").save_pretrained(str(tmp_path))
-    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM").save_pretrained(str(folder))
     with pytest.raises(ModelError, match="PROMPT_TUNING, and only LoRA is supported"):
-        load(lora(path=str(tmp_path)))
+        load(lora(path=str(folder)))

@@ -30,7 +30,6 @@ from cbexp.sweep.cells import hash_config
 CHOICES = sorted(
     (path.parent.name, path.stem) for path in conf_dir().glob("*/*.yaml") if path.parent.parent == conf_dir()
 )
-MODELS = [choice for group, choice in CHOICES if group == "model"]
 EXPERIMENTS = [choice for group, choice in CHOICES if group == "experiment"]
 # What a choice cannot know: a user must say it.
 NEEDS = {
@@ -38,22 +37,14 @@ NEEDS = {
     ("dataset", "jsonl"): ["dataset.path=rows.jsonl"],
     ("dataset", "synthetic_file"): ["dataset.lengths_file=lengths.txt"],
 }
-MULTIRUN_EXPERIMENTS = {
-    "compile_modes": ("compile.mode", ("auto", *COMPILE_MODES)),
-    "batch_shapes": ("compile.batch_shape", get_args(BatchShape)),
-    "batch_scaling": ("dataset.num_prompts", (1, 2, 4, 8, 16, 32, 64, 128, 256)),
-    "cache_sizes": ("cache.num_tokens", (4096, 8192, 16384, 32768, 65536, 131072)),
-    "drivers": ("driver.name", DRIVERS),
-    "lora_overhead": ("adapter.kind", ("none", "lora", "lora")),
-    "seeds": ("seed", (0, 1, 2, 3, 4)),
+# What an experiment sweeps over that has all values there are.
+SWEPT = {
+    "compile_modes": ("compile.mode", ["auto", *COMPILE_MODES]),
+    "batch_shapes": ("compile.batch_shape", [*get_args(BatchShape)]),
+    "drivers": ("driver.name", [*DRIVERS]),
 }
-SINGLE_EXPERIMENTS = {
-    "smoke": 16,
-    "rollout_32": 512,
-    "rollout_32x8": 512,
-    "rollout_256": 512,
-    "rollout_natural": 8192,
-}
+# Single runs, and how many new tokens a request may have.
+SINGLE = {"smoke": 16, "rollout_32": 512, "rollout_32x8": 512, "rollout_256": 512, "rollout_natural": 8192}
 IDENTITIES = ("name", "kind", "mode")
 # A choice that is another one with more settings.
 OTHER_IDENTITY = {("adapter", "lora_merged"): "lora"}
@@ -81,20 +72,22 @@ def test_shipped_choice_has_its_name_and_leaves_nothing_idle(group, choice):
     identity = next(getattr(settings, key) for key in IDENTITIES if hasattr(settings, key))
     assert identity == OTHER_IDENTITY.get((group, choice), choice)
     assert find_idle_settings(config) == []
+    if group == "model" and choice != "tiny":
+        assert (config.dataset.name, config.max_new_tokens) == ("dapo_math", 512)
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_shipped_experiment_has_its_name_leaves_nothing_idle_and_sweeps_one_setting_at_most(experiment):
     command = check(f"experiment={experiment}")
-    assert command.is_multirun == (experiment in MULTIRUN_EXPERIMENTS)
+    assert command.is_multirun == (experiment not in SINGLE)
     for job in command.jobs:
         assert job.config.name == experiment
         assert find_idle_settings(job.config) == []
-    if command.is_multirun:
-        key, values = MULTIRUN_EXPERIMENTS[experiment]
-        assert tuple(operator.attrgetter(key)(job.config) for job in command.jobs) == tuple(values)
-        first, *others = ([text for text in job.own_overrides if "=" in text][1:] for job in command.jobs)
-        assert all(other == first for other in others)
+    first, *others = ([text for text in job.own_overrides if "=" in text][1:] for job in command.jobs)
+    assert all(other == first for other in others)
+    if experiment in SWEPT:
+        key, values = SWEPT[experiment]
+        assert [operator.attrgetter(key)(job.config) for job in command.jobs] == values
 
 
 def test_every_compile_mode_driver_tracking_mode_and_dataset_kind_is_a_choice():
@@ -114,19 +107,13 @@ def test_plain_command_is_the_tiny_model_on_arithmetic():
     assert config.max_new_tokens < 512
 
 
-@pytest.mark.parametrize("model", [name for name in MODELS if name != "tiny"])
-def test_other_models_bring_dapo_math_and_512_tokens(model):
-    config = compose(f"model={model}", *NEEDS.get(("model", model), []))
-    assert (config.dataset.name, config.max_new_tokens) == ("dapo_math", 512)
-
-
 @pytest.mark.parametrize("model", ["tiny", "qwen3_4b"])
-@pytest.mark.parametrize("experiment", sorted({*EXPERIMENTS} - {*MULTIRUN_EXPERIMENTS}))
+@pytest.mark.parametrize("experiment", SINGLE)
 def test_experiment_wins_over_what_a_model_brings(model, experiment):
-    config = compose(f"experiment={experiment}", f"model={model}", *NEEDS.get(("model", model), []))
+    config = compose(f"experiment={experiment}", f"model={model}")
     assert config.dataset.kind == "synthetic"
     assert config.model.name == model
-    assert config.max_new_tokens == SINGLE_EXPERIMENTS[experiment]
+    assert config.max_new_tokens == SINGLE[experiment]
 
 
 @pytest.mark.parametrize("model", ["tiny", "qwen3_4b"])
@@ -151,17 +138,14 @@ def test_rollout_workloads_have_their_known_size(experiment, num_prompts, num_to
     assert (config.cache.block_sharing, config.max_new_tokens) == ("off", 512)
 
 
-def test_drivers_run_the_prompts_of_rollout_32():
-    sync = check("experiment=drivers").jobs[0]
-    assert hash_config(sync.config) == hash_config(compose("experiment=rollout_32"))
-
-
 def test_experiments_make_a_sweep_that_is_no_grid_but_for_those_that_are_sweeps():
     command = check("-m", "experiment=glob(rollout_32*)")
     assert [job.config.name for job in command.jobs] == ["rollout_32", "rollout_32x8"]
     assert command.output_dir.parent == Path("outputs/default")
     with pytest.raises(ConfigError, match="experiment=drivers lists a sweep of its own"):
         check("-m", "experiment=rollout_32,drivers")
+    sync = check("experiment=drivers").jobs[0]
+    assert hash_config(sync.config) == command.jobs[0].cell_hash
 
 
 def test_natural_rollouts_have_their_known_lengths():
