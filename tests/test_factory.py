@@ -84,9 +84,7 @@ def run(config: ExperimentConfig, **changes: Any) -> tuple[dict[str, Any], list[
     ("has_tokenizer", "eos_ids", "sampling", "expected"),
     [
         (True, (260, 3), {}, ((3, 257, 260), 258)),
-        (True, (), {}, ((257,), 258)),
         (False, (9, 4), {}, ((4, 9), 4)),
-        (False, (0,), {}, ((0,), 0)),
         (False, (), {}, ((), 0)),
         (True, (260,), {"eos_token_ids": [7, 5, 7]}, ((5, 7), 258)),
         (True, (260,), {"ignore_eos": True}, ((), 258)),
@@ -140,8 +138,6 @@ def test_the_synchronous_driver_runs_as_planned():
         "block_sharing": True,
         "max_requests_per_batch": 12,
         "eos_token_ids": [],
-        "decode_mode": "eager",
-        "batch_shape": "buckets",
     }
     assert {key: resolved[key] for key in expected} == expected
     assert infos

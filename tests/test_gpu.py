@@ -1,10 +1,7 @@
 """On a CUDA device: every driver gives `generate`'s tokens in float32, and the embedded model its answers in bf16."""
 
-import dataclasses
-
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from cbexp.config import (
     CompileConfig,
@@ -15,26 +12,14 @@ from cbexp.config import (
     SamplingConfig,
     TrackingConfig,
 )
-from cbexp.drivers.generate import GenerateDriver
-from cbexp.drivers.manager import ManagerDriver
-from cbexp.drivers.registry import DRIVERS
-from cbexp.engine import CBSyncConfig, SyncCBDriver
 from cbexp.engine.types import COMPILE_MODES
 from cbexp.experiment import run_experiment
+from cbexp.factory import build_driver
+from tests.model_fixtures import QWEN3 as TIED_QWEN3
+from tests.test_factory import QWEN3, experiment, load
 
 pytestmark = pytest.mark.gpu
 
-NEW_TOKENS = 24
-SHAPE = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-}
 # 1.8 GB of weights in a few layers, so that a step is mostly reading.
 WIDE = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 4}
 WIDE |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
@@ -42,31 +27,23 @@ WIDE |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
 
 def generate_alone(model, prompt):
     ids = torch.tensor([prompt], device="cuda")
-    settings = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    settings = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     return model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, len(prompt) :].tolist()
 
 
-def build_driver(kind, model):
-    batch = {"page_size": 16, "num_blocks": 64, "max_batch_tokens": 64, "max_requests_per_batch": 8}
-    config = CBSyncConfig(max_new_tokens=NEW_TOKENS, eos_token_id=(), pad_token_id=0, **batch)
-    if kind == "sync":
-        return SyncCBDriver(model, config=config)
-    if kind == "generate":
-        return GenerateDriver(model, config)
-    mode = DRIVERS["manager"].auto_mode("cuda", model.config._attn_implementation)
-    return ManagerDriver(model, dataclasses.replace(config, compile_mode=mode))
-
-
-@pytest.mark.parametrize("kind", ["sync", "manager", "generate"])
-def test_tokens_equal_generate_in_float32_and_the_devices_random_state_is_left_alone(kind):
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(Qwen3Config(**SHAPE, attn_implementation="sdpa")).to("cuda").eval()
-    prompts = [torch.randint(3, 512, (length,)).tolist() for length in (1, 3, 17, 90, 33, 16)]
-    expected = [generate_alone(model, prompt) for prompt in prompts]
-    driver, state = build_driver(kind, model), torch.cuda.get_rng_state()
+@pytest.mark.parametrize("name", ["sync", "manager", "generate"])
+def test_tokens_equal_generate_in_float32_and_the_devices_random_state_is_left_alone(name):
+    config = experiment(
+        QWEN3 | {"head_dim": 16}, name, device="cuda", num_prompts=6, lengths=(1, 90), max_new_tokens=24
+    )
+    config.model.dtype = "float32"
+    plan, loaded, prompts = load(config)
+    expected = [generate_alone(loaded.model, prompt) for prompt in prompts.prompt_ids]
+    driver, state = build_driver(plan, loaded, prompts, (), 0), torch.cuda.get_rng_state()
     try:
+        driver.warmup()
         for _ in range(2):
-            driver.add_requests(prompts)
+            driver.add_requests(prompts.prompt_ids)
             assert [list(c) for c in driver.drive_until_empty().values()] == expected
     finally:
         driver.close()
@@ -120,7 +97,7 @@ def test_accuracy_in_bfloat16_is_that_of_the_plain_model_in_every_way(tmp_path, 
 
 
 def test_decoding_comes_near_the_roofline_and_not_beyond_it(tmp_path):
-    architecture = {"model_type": "qwen3", "tie_word_embeddings": True, **SHAPE, **WIDE}
+    architecture = TIED_QWEN3 | WIDE
     lengths = {"num_prompts": 8, "min_length": 100, "max_length": 100}
     summary = run(
         tmp_path,

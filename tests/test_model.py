@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from huggingface_hub.errors import (
@@ -29,12 +28,11 @@ from cbexp.drivers.registry import DRIVERS
 from cbexp.errors import ConfigError, ModelError, NotApplicableError
 from cbexp.model.attention_choice import AttentionChoice, resolve_attention, resolve_loaded_attention
 from cbexp.model.loading import load_architecture, load_model, load_tokenizer, resolve_device, resolve_dtype
-from tests.model_fixtures import GPT_OSS, QWEN3, TINY, save_model
+from tests.model_fixtures import GPT_OSS, QWEN3, save_model
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 NO_ADAPTER = AdapterConfig()
 QUESTIONS = build_questions(100, seed=123, split="heldout")
-GEMMA2 = {**TINY, "model_type": "gemma2", "query_pre_attn_scalar": 8, "sliding_window": 16}
 
 
 @pytest.fixture(scope="module")
@@ -257,20 +255,9 @@ def test_random_weights_are_created_on_the_device_itself(monkeypatch):
     assert {p.device.type for p in loaded.model.parameters()} == {"meta"}
 
 
-@pytest.mark.gpu
-def test_a_4b_model_is_built_on_the_gpu_without_host_copies():
-    values = {"vocab_size": 151_936, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36}
-    values |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
-    host_before = psutil.Process().memory_info().rss
-    loaded = load(ModelConfig(init="random", architecture=QWEN3 | values, device="cuda"))
-    assert loaded.weight_bytes == 2 * loaded.num_parameters == 2 * 4_022_468_096
-    assert psutil.Process().memory_info().rss - host_before < 8e9
-
-
-@pytest.mark.parametrize("values", [GEMMA2, GPT_OSS], ids=lambda values: values["model_type"])
-def test_random_models_of_other_families_give_finite_logits(values):
+def test_random_experts_and_attention_sinks_give_finite_logits():
     with torch.no_grad():
-        logits = load(random_init(values)).model(torch.arange(1, 20)[None]).logits
+        logits = load(random_init(GPT_OSS)).model(torch.arange(1, 20)[None]).logits
     assert torch.isfinite(logits).all()
     assert logits.std() > 0
 
@@ -380,7 +367,6 @@ QUANTISED = '{"model_type": "qwen3", "quantization_config": {"quant_method": "fp
         ({"model_type": "qwen4"}, "does not know. Did you mean 'qwen3'"),
         ({"model_type": "qwen3", "hidden_sise": 8}, "hidden_sise is not a setting of qwen3. Did you mean"),
         ({"model_type": "qwen3", "hidden_size": "big"}, "'hidden_size' expected int, got str"),
-        ({"model_type": "llama", "hidden_size": 30, "num_attention_heads": 4}, "not a multiple of the"),
         ({"model_type": "t5"}, "t5.* is not supported: .*encoder-decoder"),
         ({"model_type": "bert"}, "bert.* is not supported: .*it is an encoder"),
         ({"model_type": "qwen3_next"}, "layers of the kind linear_attention"),
