@@ -79,16 +79,11 @@ def test_a_saved_adapter_comes_back(tmp_path, monkeypatch):
     assert torch.equal(loaded.model.state_dict()[f"{module}.default.weight"], saved)
 
 
-@pytest.mark.parametrize(
-    ("modules", "message"),
-    [
-        (["v_proj", "q_porj"], r"Qwen3ForCausalLM has no module 'q_porj'. Did you mean 'q_proj'"),
-        (["q_norm"], r"adapter\.target_modules=\['q_norm'\]: Target module .* is not supported"),
-    ],
-)
-def test_target_modules_that_cannot_be_adapted_are_named(modules, message):
-    with pytest.raises(ModelError, match=message):
-        load(lora(target_modules=modules))
+def test_target_modules_that_cannot_be_adapted_are_named():
+    with pytest.raises(ModelError, match=r"ForCausalLM has no module 'q_porj'. Did you mean 'q_proj'"):
+        load(lora(target_modules=["v_proj", "q_porj"]))
+    with pytest.raises(ModelError, match=r"target_modules=\['q_norm'\]: Target module .* is not supported"):
+        load(lora(target_modules=["q_norm"]))
 
 
 @pytest.mark.parametrize(

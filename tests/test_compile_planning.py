@@ -11,6 +11,7 @@ import torch
 from torch._inductor import config as inductor_config
 from torch._inductor import cpp_builder
 from torch._inductor.exc import InductorError
+from torch._inductor.runtime.cache_dir_utils import cache_dir, triton_cache_dir
 
 from cbexp.config import CompileConfig
 from cbexp.drivers import manager, sync
@@ -25,7 +26,6 @@ from cbexp.planning.compile_cache import (
     FOLDERS,
     compile_environment,
     describe_compile_cache,
-    list_overriding_variables,
     uses_compile_cache,
 )
 from cbexp.planning.compile_choice import choose_compile_mode
@@ -148,8 +148,8 @@ def test_cache_folders_and_recompile_limit_hold_for_the_body_of_a_mode_that_comp
     before = torch._dynamo.config.recompile_limit
     for mode, limit in (("default", before + 1), ("eager", before)):
         with compile_environment(CompileConfig(cache_dir="~/compiled", recompile_limit=before + 1), mode):
-            assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "compiled" / "inductor")
-            assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "compiled" / "triton")
+            folders = [str(tmp_path / "compiled" / part) for part in ("inductor", "triton")]
+            assert [os.environ[name] for name in FOLDERS] == folders
             assert describe_compile_cache()["num_bytes"] == 0
             assert torch._dynamo.config.recompile_limit == limit
         assert not any(name in os.environ for name in FOLDERS)
@@ -157,25 +157,21 @@ def test_cache_folders_and_recompile_limit_hold_for_the_body_of_a_mode_that_comp
 
 
 def test_the_users_own_folder_goes_before_and_is_kept(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "own"))
-    with compile_environment(CompileConfig(cache_dir=str(tmp_path / "ours")), "default"):
-        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "own")
-        assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "ours" / "triton")
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "own")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/own")
+    with compile_environment(CompileConfig(cache_dir=str(tmp_path)), "default"):
+        assert [os.environ[name] for name in FOLDERS] == ["/own", str(tmp_path / "triton")]
+    assert [os.environ.get(name) for name in FOLDERS] == ["/own", None]
     warnings = build_plan(compiled(mode="default", cache_dir="ours")).warnings
     assert warnings == ["compile.cache_dir=ours gives way to TORCHINDUCTOR_CACHE_DIR of the environment."]
     assert build_plan(compiled(mode="default")).warnings == []
 
 
 def test_a_folder_that_pytorch_itself_has_named_is_not_the_users(tmp_path, monkeypatch):
-    from torch._inductor.runtime.cache_dir_utils import cache_dir, triton_cache_dir
-
-    monkeypatch.setenv("TRITON_CACHE_DIR", triton_cache_dir(0))
+    monkeypatch.setenv("TRITON_CACHE_DIR", triton_cache_dir(0))  # names the other one too
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == cache_dir()
-    assert list_overriding_variables() == []
     with compile_environment(CompileConfig(cache_dir=str(tmp_path)), "default"):
-        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "inductor")
-        assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "triton")
+        assert [os.environ[name] for name in FOLDERS] == [f"{tmp_path}/inductor", f"{tmp_path}/triton"]
+    assert build_plan(compiled(mode="default", cache_dir="ours")).warnings == []
 
 
 def test_without_a_folder_pytorch_chooses_and_its_choice_is_not_kept():
@@ -203,7 +199,7 @@ def test_folder_that_cannot_be_written_is_refused(tmp_path):
         pass
 
 
-def failed(cause):
+def compiler_error(cause):
     error = EngineError("cannot compile")
     error.__cause__ = cause
     return error
@@ -216,9 +212,9 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
     ("mode", "error", "status"),
     [
         ("default", FULL, "bad_config"),  # Triton's
-        ("default", failed(InductorError(FULL, None)), "bad_config"),
-        ("default", failed(RuntimeError("ld: No space left on device")), "bad_config"),
-        ("default", failed(OSError(errno.EACCES, "no")), "failed"),
+        ("default", compiler_error(InductorError(FULL, None)), "bad_config"),
+        ("default", compiler_error(RuntimeError("ld: No space left on device")), "bad_config"),
+        ("default", compiler_error(OSError(errno.EACCES, "no")), "failed"),
         ("eager", FULL, "failed"),
     ],
 )
