@@ -242,7 +242,8 @@ def test_random_weights_follow_the_seed_and_leave_the_generators_alone():
 def test_random_weights_are_created_on_the_device_itself(monkeypatch):
     """Nothing is drawn elsewhere and copied, which the meta device would refuse."""
     monkeypatch.setattr("cbexp.model.loading.resolve_device", lambda name: torch.device("meta"))
-    loaded = load(random_init(QWEN3, dtype="float32"))
+    monkeypatch.setattr("cbexp.model.loading.resolve_dtype", lambda name, device: torch.bfloat16)
+    loaded = load(random_init(QWEN3))
     assert {p.device.type for p in loaded.model.parameters()} == {"meta"}
 
 
