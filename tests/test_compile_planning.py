@@ -58,7 +58,7 @@ def test_the_synchronous_driver_runs_every_mode_on_a_gpu_and_without_graphs_on_a
     if COMPILE_MODES[mode].graphs is None:
         assert choose_compile_mode(config, attention, CPU) == mode
     else:
-        with pytest.raises(NotApplicableError, match=f"compile.mode='{mode}' needs a CUDA device"):
+        with pytest.raises(NotApplicableError, match=rf"compile\.mode='{mode}' needs a CUDA device"):
             choose_compile_mode(config, attention, CPU)
 
 

@@ -111,7 +111,7 @@ def test_bad_setting_says_what_is_wrong_and_what_would_be_right(group, settings,
         ({"compile": CompileConfig(max_burst=0)}, "^compile.max_burst=0 is too small"),
         ({"cache": CacheConfig(page_size=3)}, "^cache.page_size=3 is too small"),
         ({"compile": CompileConfig(buckets=[1, 4]), "dataset": EIGHT}, "^compile.buckets end at 4, and .*=8"),
-        ({"compile": CompileConfig("default"), "model": FOREIGN}, "^compile.mode='default' .* not 'sdpa'"),
+        ({"compile": CompileConfig("default"), "model": FOREIGN}, r"^compile\.mode='default' .* not 'sdpa'"),
         # Impossible also where it has no effect.
         ({"compile": CompileConfig(batch_shape="natural", buckets=[0])}, r"^compile.buckets=\[0\] must be"),
     ],
