@@ -59,13 +59,13 @@ def test_a_random_adapter_follows_the_seed_changes_the_outputs_and_can_be_merged
     assert (merged.lora_adapter, merged.adapter_dtype) == (f"{description}, merged", None)
     assert apart.num_parameters > bare.num_parameters == merged.num_parameters
     assert not apart.model.training
+    half = load(lora(), dtype="bfloat16")
+    assert (half.dtype, half.adapter_dtype, logits(half).dtype) == (
+        torch.bfloat16,
+        torch.float32,
+        torch.bfloat16,
+    )
     assert (apart.vocab_size, apart.generation_eos_ids) == (bare.vocab_size, (257,))
-
-
-def test_an_adapter_on_a_half_precision_base_computes_in_float32():
-    loaded = load(lora(), dtype="bfloat16")
-    assert (loaded.dtype, loaded.adapter_dtype) == (torch.bfloat16, torch.float32)
-    assert logits(loaded).dtype is torch.bfloat16
 
 
 def test_a_saved_adapter_comes_back(tmp_path, monkeypatch):

@@ -100,13 +100,6 @@ def test_every_compile_mode_driver_tracking_mode_and_dataset_kind_is_a_choice():
     assert kinds == set(DATASET_KINDS)
 
 
-def test_plain_command_is_the_tiny_model_on_arithmetic():
-    config = compose()
-    assert (config.model.name_or_path, config.driver.name) == ("builtin:tiny", "sync")
-    assert config.dataset.kind == config.dataset.verifier == "arithmetic"
-    assert config.max_new_tokens < 512
-
-
 @pytest.mark.parametrize("model", ["tiny", "qwen3_4b"])
 @pytest.mark.parametrize("experiment", SINGLE)
 def test_experiment_wins_over_what_a_model_brings(model, experiment):
@@ -159,10 +152,10 @@ def test_natural_rollouts_have_their_known_lengths():
     assert config.cache.max_requests_per_batch == 256 < len(limits)
 
 
+# Parameters counted over the published checkpoints' tensors, tied embeddings once.
 @pytest.mark.parametrize(
     ("model", "num_parameters"),
     [
-        # Counted over the published checkpoints' tensors, tied embeddings once.
         ("qwen3_0_6b", 596_049_920),
         ("qwen3_4b", 4_022_468_096),
         ("qwen3_8b", 8_190_735_360),

@@ -109,7 +109,6 @@ def test_bad_setting_says_what_is_wrong_and_what_would_be_right(group, settings,
     [
         ({"compile": CompileConfig(buckets=[8, 4])}, r"^compile.buckets=\[8, 4\] must be batch sizes"),
         ({"compile": CompileConfig(max_burst=0)}, "^compile.max_burst=0 is too small"),
-        ({"cache": CacheConfig(page_size=3)}, "^cache.page_size=3 is too small"),
         ({"compile": CompileConfig(buckets=[1, 4]), "dataset": EIGHT}, "^compile.buckets end at 4, and .*=8"),
         ({"compile": CompileConfig("default"), "model": FOREIGN}, r"^compile\.mode='default' .* not 'sdpa'"),
         # Impossible also where it has no effect.
@@ -143,7 +142,6 @@ def test_what_only_the_plan_can_tell_and_what_generate_lacks_is_not_refused():
         ({"adapter": AdapterConfig(kind="lora", path="p", rank=8)}, ["adapter.rank=8"]),
         ({"adapter": AdapterConfig(kind="lora", rank=8, merged=True)}, []),
         ({"sampling": SamplingConfig(ignore_eos=True, eos_token_ids=[3])}, ["sampling.eos_token_ids=[3]"]),
-        ({"sampling": SamplingConfig(sigma_new_tokens=0.5)}, ["sampling.sigma_new_tokens=0.5"]),
         ({"cache": CacheConfig(num_tokens=4096, max_memory_fraction=0.5)}, ["cache.max_memory_fraction=0.5"]),
         ({"compile": CompileConfig("cuda_graph", cache_dir="d")}, ["compile.cache_dir=d"]),
         ({"compile": CompileConfig("default", recompile_limit=8, cache_dir="d", **DECODE)}, []),

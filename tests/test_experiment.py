@@ -111,7 +111,6 @@ def test_every_driver_and_batch_shape_does_the_same_work(tmp_path, whole, change
 def test_generations_of_a_prompt_are_judged_with_its_answer(tmp_path):
     outcome = run(tmp_path, num_generations=2)
     assert outcome.summary["num_judged"] == outcome.summary["num_correct"] == 12
-    assert load(outcome, "engine.json")["driver"]["block_sharing"] is True
 
 
 @pytest.mark.parametrize("driver", [{}, *OTHERS], ids=str)

@@ -218,9 +218,7 @@ def test_a_dry_run_counts_by_hand(free_memory):
     assert (report.is_prompt_length_assumed, report.advice, report.free_bytes) == (False, [], 8 * GIB)
     assert report.tokens_that_fit % 16 == 0
     json.dumps(report.to_dict())
-    lines = dict(report.rows())
-    assert (lines["KV per token"], lines["at once"]) == ("256 bytes", "8 of the 8 requests of a round")
-    assert all(len(label) <= 12 for label in lines)
+    assert dict(report.rows())["at once"] == "8 of the 8 requests of a round"
 
 
 def test_a_dry_run_says_what_fits_and_what_to_lower(free_memory):
