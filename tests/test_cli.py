@@ -199,9 +199,8 @@ def test_exit_code_of_a_single_run(run, experiment, end, code, message):
     experiment.end = end
     result = run()
     assert result.code == code
-    is_bug = isinstance(end, ZeroDivisionError)
-    assert result.err.endswith(message) if is_bug else result.err == message
-    assert ("Traceback" in result.err) == is_bug
+    assert result.err.endswith(message)
+    assert (result.err != message) == ("Traceback" in result.err) == isinstance(end, ZeroDivisionError)
 
 
 # Bad configuration

@@ -182,12 +182,12 @@ def test_without_a_folder_pytorch_chooses_and_its_choice_is_not_kept():
 
 
 def test_size_counts_every_file_once(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    folders = [str(tmp_path), str(tmp_path / "triton")]
+    for name, folder in zip(FOLDERS, folders, strict=True):
+        monkeypatch.setenv(name, folder)
     (tmp_path / "triton" / "deep").mkdir(parents=True)
     (tmp_path / "triton" / "deep" / "kernel").write_bytes(b"x" * 100)
     (tmp_path / "code").write_bytes(b"x" * 10)
-    folders = [str(tmp_path), str(tmp_path / "triton")]
     assert describe_compile_cache() == {"folders": folders, "num_bytes": 110}
 
 
