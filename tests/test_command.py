@@ -47,7 +47,11 @@ def test_sweep_runs_its_cells_in_processes_of_their_own(tmp_path):
     assert "1 of 1 cells are done" in done.stdout
 
 
-def test_interrupt_keeps_what_was_finished(tmp_path):
+@pytest.mark.parametrize(
+    ("sent", "name"),
+    [(signal.SIGINT, "Ctrl-C"), pytest.param(signal.SIGTERM, "SIGTERM", marks=pytest.mark.slow)],
+)
+def test_interrupt_keeps_what_was_finished(tmp_path, sent, name):
     endless = ["tracking=disabled", "dataset.num_prompts=8", "num_rounds=10000"]
     process = subprocess.Popen(
         [sys.executable, "-m", "cbexp", *endless],
@@ -62,14 +66,14 @@ def test_interrupt_keeps_what_was_finished(tmp_path):
         while not any(len(path.read_text().splitlines()) >= 2 for path in tmp_path.glob(pattern)):
             assert process.poll() is None, process.stderr.read()
             time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(sent)
         _, errors = process.communicate(timeout=TIMEOUT_S)
     finally:
         process.kill()
     (run_dir,) = (path.parent for path in tmp_path.glob(pattern))
     assert process.returncode == 130
     assert "Traceback" not in errors
-    assert "INTERRUPTED: stopped by Ctrl-C" in errors
+    assert f"INTERRUPTED: stopped by {name}" in errors
     assert json.loads((run_dir / "status.json").read_text())["status"] == "interrupted"
     assert not (run_dir / "summary.json").exists()
     rounds, num_torn = read_jsonl(run_dir / "rounds.jsonl")
