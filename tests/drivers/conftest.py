@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -23,6 +22,7 @@ from cbexp.drivers.generate import GenerateDriver
 from cbexp.drivers.manager import ManagerDriver
 from cbexp.engine import CBSyncConfig
 from cbexp.engine.model_driver import ModelDriver
+from cbexp.engine.types import Completion
 
 SHAPE = {
     "vocab_size": 97,
@@ -45,10 +45,13 @@ def _imported_modules_are_not_collected() -> None:
 
 def build_model(name: str) -> PreTrainedModel:
     torch.manual_seed(0)
-    model = (
-        Qwen3ForCausalLM(Qwen3Config(**SHAPE)) if name == "qwen3" else LlamaForCausalLM(LlamaConfig(**SHAPE))
-    )
-    # The default initialisation is so small that every prompt gets the same token.
+    kinds = {"qwen3": (Qwen3ForCausalLM, Qwen3Config), "llama": (LlamaForCausalLM, LlamaConfig)}
+    model_class, config_class = kinds[name]
+    return enlarge_weights(model_class(config_class(**SHAPE)))
+
+
+def enlarge_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """The default initialisation is so small that every prompt gets the same token."""
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.3)
@@ -96,23 +99,26 @@ def generate_alone() -> Callable[..., tuple[int, ...]]:
         model: Any, prompt_ids: Sequence[int], max_new_tokens: int, eos_token_ids: Sequence[int] = ()
     ) -> tuple[int, ...]:
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        own = copy.deepcopy(base.generation_config)
-        base.generation_config = GenerationConfig()
+        own, base.generation_config = base.generation_config, GenerationConfig()
         ids = torch.tensor([list(prompt_ids)])
-        output = base.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            generation_config=GenerationConfig(
-                max_new_tokens=max_new_tokens,
-                do_sample=False,
-                eos_token_id=list(eos_token_ids) or None,
-                pad_token_id=0,
-            ),
-        )
+        eos = list(eos_token_ids) or None
+        settings = GenerationConfig(max_new_tokens=max_new_tokens, eos_token_id=eos, pad_token_id=0)
+        output = base.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
         base.generation_config = own
         return tuple(output[0, len(prompt_ids) :].tolist())
 
     return generate
+
+
+def drive(driver: ModelDriver, prompts: list[list[int]], **kwargs: Any) -> list[Completion]:
+    ids = driver.add_requests(prompts, **kwargs)
+    completions = driver.drive_until_empty()
+    assert list(completions) == ids
+    return list(completions.values())
+
+
+def ids_of(completions: list[Completion]) -> list[tuple[int, ...]]:
+    return [completion.completion_ids for completion in completions]
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, Qwen3Config
 
 from cbexp.drivers.manager_settings import build_batching_config
-from cbexp.engine.types import COMPILE_MODES, EngineError, UnsupportedModelError
+from cbexp.engine.types import UnsupportedModelError
 from tests.drivers.conftest import make_config
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -49,17 +49,6 @@ def test_masks_and_asynchronous_batching_do_not_go_together():
     settings = build_batching_config(make_config(compile_mode="cuda_graph"), model_config(), CUDA)
     assert (settings.use_cuda_graph, settings.use_async_batching) == (True, False)
     assert settings.max_blocks_per_request == 0
-
-
-@pytest.mark.parametrize("mode", [name for name, mode in COMPILE_MODES.items() if mode.graphs])
-def test_captures_on_a_cpu_are_refused(make_manager, qwen3, mode):
-    with pytest.raises(EngineError, match=f"compile_mode='{mode}' needs a CUDA device"):
-        make_manager(qwen3, compile_mode=mode)
-
-
-def test_a_cache_without_a_size_is_refused(make_manager, qwen3):
-    with pytest.raises(EngineError, match="num_blocks is not set"):
-        make_manager(qwen3, num_blocks=None)
 
 
 @pytest.mark.parametrize(

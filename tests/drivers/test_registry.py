@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 
 import pytest
+import torch
 
 from cbexp.config import (
     CacheConfig,
@@ -17,7 +17,7 @@ from cbexp.config import (
 )
 from cbexp.drivers.registry import DRIVERS
 from cbexp.drivers.vllm.settings import COMPILE_ARGUMENTS
-from cbexp.engine.types import COMPILE_MODES, EngineError
+from cbexp.engine.types import COMPILE_MODES, CompileMode, EngineError
 
 DECODE = {
     "fusion": "projections",
@@ -28,6 +28,23 @@ DECODE = {
 }
 WORKER = {"python": "p", "pythonpath": "d", "start_timeout_s": 9.0, "request_times": True}
 CACHE = {"num_tokens": 4096, "page_size": 16, "scheduler": "prefill_first", "max_batch_tokens": 4096}
+
+
+@pytest.mark.parametrize(
+    ("name", "torch_mode", "graphs"),
+    [
+        ("eager", None, None),
+        ("default", "default", None),
+        ("reduce_overhead", "reduce-overhead", "torch"),
+        ("max_autotune", "max-autotune", "torch"),
+        ("max_autotune_no_cudagraphs", "max-autotune-no-cudagraphs", None),
+        ("cuda_graph", None, "engine"),
+        ("compiled_cuda_graph", "default", "engine"),
+    ],
+)
+def test_what_a_compile_mode_compiles_and_who_records_its_graphs(name, torch_mode, graphs):
+    assert COMPILE_MODES[name] == CompileMode(torch_mode, graphs)
+    assert torch_mode is None or torch_mode == "default" or torch_mode in torch._inductor.list_mode_options()
 
 
 def test_a_driver_has_a_module_modes_and_a_name_of_its_own():
@@ -67,47 +84,26 @@ def test_a_mode_that_a_driver_lacks_is_refused_with_what_has_it():
     )
 
 
-def test_the_settings_that_some_do_not_read_are_of_the_schema():
-    known = {
-        f"{group.name}.{item.name}"
-        for group in dataclasses.fields(ExperimentConfig)
-        if dataclasses.is_dataclass(settings := getattr(ExperimentConfig(), group.name))
-        for item in dataclasses.fields(settings)
-    }
-    assert frozenset.union(*(kind.reads for kind in DRIVERS.values())) <= known
-
-
-NO_PADDING = {"sampling": "which pads no prompt"}
-OF_SYNC = {"compile": "it is a setting of driver=sync"}
-OF_VLLM = {"driver": "it is a setting of driver=vllm"}
-
-
 @pytest.mark.parametrize(
-    ("driver", "count", "reasons"),
+    ("driver", "reasons"),
     [
-        ("sync", 5, NO_PADDING | OF_VLLM),
-        (
-            "manager",
-            11,
-            NO_PADDING | OF_SYNC | OF_VLLM | {"compile.recompile_limit": "where PyTorch's own limit"},
-        ),
+        ("sync", {"sampling": "which pads no prompt"}),
+        ("manager", {"sampling": "which pads no prompt", "compile.recompile_limit": "where PyTorch's own"}),
         (
             "generate",
-            14,
-            OF_SYNC
-            | OF_VLLM
-            | {"cache": "which has no paged cache", "compile.recompile_limit": "which compiles nothing"},
+            {"cache": "which has no paged cache", "compile.recompile_limit": "which compiles nothing"},
         ),
         (
             "vllm",
-            9,
-            NO_PADDING
-            | OF_SYNC
-            | {"cache": "which decides itself", "compile.recompile_limit": "which compiles itself"},
+            {
+                "sampling": "which pads no prompt",
+                "cache": "which decides itself",
+                "compile.recompile_limit": "which compiles itself",
+            },
         ),
     ],
 )
-def test_what_a_driver_does_not_read_has_no_effect(driver, count, reasons):
+def test_what_a_driver_does_not_read_has_no_effect(driver, reasons):
     config = ExperimentConfig(
         driver=DriverConfig(driver, **WORKER),
         cache=CacheConfig(**CACHE),
@@ -115,7 +111,9 @@ def test_what_a_driver_does_not_read_has_no_effect(driver, count, reasons):
         sampling=SamplingConfig(pad_token_id=0),
     )
     idle = find_idle_settings(config)
-    assert len(idle) == count
+    assert len(idle) == {"sync": 5, "manager": 11, "generate": 14, "vllm": 9}[driver]
+    of_others = {"compile": "it is a setting of driver=sync", "driver": "it is a setting of driver=vllm"}
+    reasons = of_others | reasons
     for setting in idle:
         reason = reasons.get(setting.setting) or reasons[setting.setting.split(".")[0]]
         assert setting.reason.startswith(f"driver={driver}")
