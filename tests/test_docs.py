@@ -17,7 +17,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, get_type_hints
 
@@ -28,7 +28,6 @@ from cbexp.cli.composer import parse_arguments, register_job_folder, register_no
 from cbexp.cli.preflight import check_command
 from cbexp.config import ExperimentConfig, register_schema
 from cbexp.engine import CBSyncConfig
-from cbexp.engine.settings import check_config
 from cbexp.planning.dry_run import summarize_dry_run
 from cbexp.report.command_line import main as report_main
 
@@ -65,11 +64,10 @@ class Block(NamedTuple):
 
 
 def read_blocks(document: Path) -> list[Block]:
-    fences = re.finditer(r"^```(.*)\n((?s:.*?))^```$", document.read_text(), re.MULTILINE)
-    blocks = []
-    for fence in fences:
+    text, blocks = document.read_text(), []
+    for fence in re.finditer(r"^```(.*)\n((?s:.*?))^```$", text, re.MULTILINE):
         language, *needs = fence[1].split() or [""]
-        line = document.read_text()[: fence.start()].count("\n") + 1
+        line = text[: fence.start()].count("\n") + 1
         blocks.append(Block(document, line, language, frozenset(needs), fence[2]))
     return blocks
 
@@ -155,10 +153,7 @@ def test_every_block_is_fenced(document):
     """What is only indented would be run by nobody."""
     prose = read_prose(document)
     assert "```" not in prose
-    indented = [
-        before for before, line in re.findall(r"^(.*)\n( {4,}\S.*)$", prose, re.MULTILINE) if not before
-    ]
-    assert indented == []
+    assert re.findall(r"^\n( {4,}\S.*)$", prose, re.MULTILINE) == []
 
 
 @by_document(DOCUMENTS)
@@ -220,53 +215,16 @@ def test_training_lists_every_setting_of_the_driver():
     }
 
 
-@pytest.mark.parametrize("setting", ["compile.region=model", "compile.region=layer"])
-def test_a_setting_that_is_gone_says_what_replaces_it(setting, capsys):
-    assert f"`{setting}`" in (ROOT / "docs/changes.md").read_text()
-    with pytest.raises(SystemExit) as end:
-        main([setting, "dry_run=true"])
-    assert end.value.code == 2
-    said = capsys.readouterr().err
-    assert "compile.region" in said
-    assert "whole model" in said
-
-
-@pytest.mark.parametrize(
-    ("gone", "instead"),
-    [
-        ({"compile_mode": None}, "'eager'"),
-        ({"compile_mode": "reduce-overhead"}, "'reduce_overhead'"),
-        ({"compile_mode": "max-autotune"}, "'max_autotune'"),
-        ({"compile_mode": "max-autotune-no-cudagraphs"}, "'max_autotune_no_cudagraphs'"),
-        ({"cuda_graph": True}, "cuda_graph"),
-        ({"compile_region": "model"}, "compile_region"),
-    ],
-    ids=str,
-)
-def test_a_setting_of_the_driver_that_is_gone_is_refused_by_name(gone, instead):
-    ((name, value),) = gone.items()
-    assert re.search(rf"`{name}(={value!r})?`".replace("'", '"'), (ROOT / "docs/changes.md").read_text())
-    with pytest.raises((TypeError, ValueError), match=instead):
-        check_config(CBSyncConfig(**gone))
-
-
 # Figures
-
-
-def list_measured_throughputs() -> set[tuple[str, ...]]:
-    summaries = [
-        json.loads(path.read_text()) for path in (ROOT / "outputs/reference").glob("*/*/summary.json")
-    ]
-    return {
-        tuple(f"{summary['output_tokens_per_s'][part]:,.0f}" for part in ("median", "min", "max"))
-        for summary in summaries
-    }
 
 
 @by_document(DOCUMENTS)
 def test_throughputs_are_those_of_the_records(document):
     found = re.findall(r"([\d,]{3,})(?:\*\*)? \(([\d,]+) to ([\d,]+)\)", document.read_text())
-    assert set(found) <= list_measured_throughputs()
+    summaries = (ROOT / "outputs/reference").glob("*/*/summary.json")
+    measured = [json.loads(path.read_text())["output_tokens_per_s"] for path in summaries]
+    parts = ("median", "min", "max")
+    assert set(found) <= {tuple(f"{rates[part]:,.0f}" for part in parts) for rates in measured}
     if document.name in ("README.md", "benchmarks.md"):
         assert found
 
@@ -274,13 +232,12 @@ def test_throughputs_are_those_of_the_records(document):
 def test_step_times_are_those_of_the_records():
     names = {"qwen3_0_6b": "Qwen3-0.6B", "qwen3_4b": "Qwen3-4B", "qwen3_8b": "Qwen3-8B"}
     rows = json.loads((ROOT / "outputs/reference/steps_h200/steps.json").read_text())["rows"]
-    measured, previous = [], None
+    measured = []
     for row in rows:
-        name = names[row["model"]] if row["model"] != previous else ""
-        previous = row["model"]
-        floor_ms, share = row["floor_ms"], row["roofline_fraction"]
-        figures = f"{row['step_ms']:.2f} ms | {floor_ms:.2f} ms | {share:.0%}".replace("%", " %")
-        measured.append(f"|{f' {name}' if name else ''} | {row['batch']} | {row['context']:,} | {figures} |")
+        name = f" {names.pop(row['model'])}" if row["model"] in names else ""  # in its first row alone
+        share = f"{row['roofline_fraction']:.0%}".replace("%", " %")
+        figures = f"{row['step_ms']:.2f} ms | {row['floor_ms']:.2f} ms | {share}"
+        measured.append(f"|{name} | {row['batch']} | {row['context']:,} | {figures} |")
     assert "\n".join(measured) in (ROOT / "docs/benchmarks.md").read_text()
 
 
@@ -288,7 +245,7 @@ def test_step_times_are_those_of_the_records():
 
 
 @by_document(documents_with("bash"))
-def test_commands_are_right(document, checkout, monkeypatch, capsys):
+def test_commands_are_right(document, checkout, monkeypatch):
     """Every command of the document in this process: single runs as dry runs, sweeps and marked ones composed."""
     write_files(document)
     monkeypatch.setenv("PATH", f"{TESTS / 'sweep/fake_slurm'}{os.pathsep}{os.environ['PATH']}")
@@ -296,8 +253,11 @@ def test_commands_are_right(document, checkout, monkeypatch, capsys):
     for block in BLOCKS:
         if (block.document, block.language) == (document, "bash"):
             for words in read_commands(block):
-                with explained(f"{block.place}: {shlex.join(words)}", capsys):
+                try:
                     check_words(words, block.needs)
+                except BaseException as error:
+                    error.add_note(f"{block.place}: {shlex.join(words)}")
+                    raise
 
 
 def check_words(words: list[str], needs: frozenset[str]) -> None:
@@ -355,35 +315,15 @@ def find_exit_code(call: Callable[[], object]) -> object:
     return 0
 
 
-@contextlib.contextmanager
-def explained(what: str, capsys) -> Iterator[None]:
-    """Say which command failed, and what it printed."""
-    try:
-        yield
-    except (Exception, SystemExit) as error:  # noqa: BLE001
-        printed = capsys.readouterr()
-        pytest.fail(f"{what}\n{type(error).__name__}: {error}\n{printed.out}{printed.err}")
-    capsys.readouterr()
-
-
-def run_snippets(document: Path, needs: frozenset[str]) -> None:
-    """Run the snippets that need no more than `needs`, one after the other, as a reader would."""
+@pytest.mark.parametrize("has_gpu", [False, pytest.param(True, marks=pytest.mark.gpu)])
+@by_document(documents_with("python"))
+def test_snippets_run(document, checkout, has_gpu):
+    """One after the other, as a reader would."""
     names: dict[str, object] = {"__name__": "__main__"}
     for block in BLOCKS:
-        if (block.document, block.language) == (document, "python") and block.needs <= needs:
-            code = "\n" * block.line + block.text
-            exec(compile(code, str(document), "exec"), names)
-
-
-@by_document(documents_with("python"))
-def test_snippets_run(document, checkout):
-    run_snippets(document, frozenset())
-
-
-@pytest.mark.gpu
-@by_document(documents_with("python"))
-def test_snippets_run_on_a_gpu(document, checkout):
-    run_snippets(document, frozenset({"gpu"}))
+        is_here = (block.document, block.language) == (document, "python")
+        if is_here and block.needs <= ({"gpu"} if has_gpu else set()):
+            exec(compile("\n" * block.line + block.text, str(document), "exec"), names)
 
 
 @pytest.mark.slow
