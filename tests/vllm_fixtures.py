@@ -35,6 +35,7 @@ class FakeVllm:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         self.tmp_path = tmp_path
         self.log_path = tmp_path / "vllm.log"
+        self.drivers: list[VllmDriver] = []
         monkeypatch.setenv("FAKE_VLLM", str(tmp_path))
 
     def misbehave(self, words: str) -> None:
@@ -71,14 +72,13 @@ class FakeVllm:
     def build(
         self, on_progress: Callable[[str], None] = lambda _: None, **changes: Any
     ) -> tuple[VllmDriver, list[list[int]]]:
+        """A driver, and the prompts of its workload."""
         config = self.experiment(**changes)
         prompts = load_prompts(config.dataset, None, QWEN3["vocab_size"], config.seed, ())
-        eos = tuple(config.sampling.eos_token_ids or ()) if not config.sampling.ignore_eos else ()
-        model = describe_model(config.model)
+        plan, model, eos = build_plan(config), describe_model(config.model), config.sampling.eos_token_ids
         texts = {"log_path": self.log_path, "on_progress": on_progress}
-        driver = build_driver(build_plan(config), model, prompts, eos, 0, **texts)
-        assert isinstance(driver, VllmDriver)
-        return driver, [list(ids) for ids in prompts.prompt_ids]
+        self.drivers.append(build_driver(plan, model, prompts, tuple(eos or ()), 0, **texts))
+        return self.drivers[-1], [list(ids) for ids in prompts.prompt_ids]
 
 
 def complete(prompt_ids: list[int], num_tokens: int) -> tuple[int, ...]:

@@ -1,6 +1,5 @@
 """What a cell is, how it is run, and what its records say of it."""
 
-import json
 import os
 
 import pytest
@@ -121,8 +120,8 @@ def test_each_cell_has_a_process_of_its_own_that_loads_no_torch_and_leaves_nothi
         (sweeps.folder / name).write_text("raise ImportError('the wrong one')")
     # As an installed command is started: the launch folder is not on the path.
     start = "import sys; sys.path.remove(''); from cbexp.cli.command_line import main; main(sys.argv[1:])"
-    settings = ["+hydra.job.env_set.FROM_ENV_SET=given", "hydra.job.chdir=true"]
-    done = sweeps.run("-m", "seed=1,2", *settings, command=("-c", start))
+    hydra = ["+hydra.job.env_set.FROM_ENV_SET=given", "hydra.job.chdir=true"]
+    done = sweeps.run("-m", "seed=1,2", *hydra, command=("-c", start))
     assert done.code == 0, done.err
     assert sweeps.statuses() == {0: "completed", 1: "completed"}
     first, second = sweeps.calls
@@ -132,39 +131,19 @@ def test_each_cell_has_a_process_of_its_own_that_loads_no_torch_and_leaves_nothi
         assert (call["variable"], call["cwd"]) == ("given", str(sweeps.cell_folder(index)))
     assert (sweeps.cell_folder(0) / ".hydra" / "overrides.yaml").exists()
     # Neither does the sweep's own process load torch.
-    loaded = [line.split() for line in (sweeps.folder / "calls.jsonl.modules").read_text().splitlines()]
-    assert [len(modules) for modules in loaded] == [1, 1, 1]
+    assert (sweeps.folder / "calls.jsonl.modules").read_text() == "\n\n\n"
     log = (sweeps.cell_folder(0) / "log.txt").read_text()
     assert not is_running(int(log.split("child ")[1].split()[0]))
-
-
-@pytest.mark.slow
-def test_a_cell_compiles_nothing_that_another_has_compiled(sweeps, monkeypatch):
-    for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
-        monkeypatch.delenv(variable, raising=False)
-    sweeps.fake_path = None  # real cells
-    sizes = ["num_rounds=1", "num_warmup_rounds=0", "dataset.num_prompts=2", "sampling.max_new_tokens=4"]
-    compiling = ["compile=default", "compile.buckets=[2]", "compile.batch_shape=full"]
-    done = sweeps.run("-m", "seed=1,2", "model=tiny", *sizes, *compiling, "compile.cache_dir=compiled_here")
-    assert done.code == 0, done.out + done.err
-    first, second = (json.loads((sweeps.cell_folder(i) / "summary.json").read_text()) for i in (0, 1))
-    assert first["compile_mode"] == second["compile_mode"] == "default"
-    assert min(first["compile_s"], second["compile_s"]) > 0
-    assert first["compile_cache_bytes"] == second["compile_cache_bytes"] > 0
-    caches = [path for path in sweeps.folder.rglob("compiled_here") if path.is_dir()]
-    assert caches == [sweeps.folder / "compiled_here"]
 
 
 # Output
 
 
-def test_output_that_goes_away_or_was_never_there_ends_no_sweep(sweeps):
-    leaving = sweeps.start("-m", "seed=1")
-    leaving.stdout.close()
-    absent = sweeps.start("-m", "seed=1", "name=absent", stdout=None, preexec_fn=lambda: os.close(1))
-    assert (leaving.wait(), absent.wait()) == (0, 0)
-    statuses = [json.loads(path.read_text()) for path in sweeps.folder.glob("outputs/*/*/0_*/status.json")]
-    assert [status["status"] for status in statuses] == ["completed", "completed"]
+def test_output_that_goes_away_ends_no_sweep(sweeps):
+    process = sweeps.start("-m", "seed=1")
+    process.stdout.close()
+    assert process.wait() == 0
+    assert sweeps.statuses() == {0: "completed"}
 
 
 def test_output_to_a_full_disk_ends_no_sweep_and_is_said_once(sweeps):

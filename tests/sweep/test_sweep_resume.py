@@ -1,11 +1,10 @@
 """A sweep that was killed or interrupted goes on where it was, on the same code, and touches nothing that is done."""
 
-import dataclasses
 import json
 import os
 import shutil
 import signal
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -76,8 +75,7 @@ def test_stopped_sweep_ends_its_cell_and_says_what_is_left(sweeps):
     assert (done.code, done.err) == (130, "")
     assert not is_running(pid)
     assert sweeps.statuses() == {0: "completed", 1: "interrupted"}
-    for words in ("1 of 3 cells are done", "not_started", "resume="):
-        assert words in done.out
+    assert all(words in done.out for words in ("1 of 3 cells are done", "not_started", "resume="))
 
 
 def test_sweep_that_goes_on_is_left_alone_and_a_second_interrupt_kills_what_does_not_end(sweeps):
@@ -97,7 +95,7 @@ def test_sweep_that_goes_on_is_left_alone_and_a_second_interrupt_kills_what_does
     process.send_signal(signal.SIGINT)
     assert sweeps.finish(process).code == 130
     assert not is_running(pid)
-    assert (sweeps.status(0)["status"], sweeps.status(0)["message"]) == ("interrupted", "stopped by Ctrl-C")
+    assert sweeps.status(0)["message"] == "stopped by Ctrl-C"
 
 
 def test_stop_is_heeded_while_libraries_are_imported_that_swallow_it(sweeps):
@@ -149,58 +147,43 @@ def test_failed_and_half_recorded_cells_are_run_again_and_their_records_kept(swe
 def test_cells_are_known_by_what_they_do_and_not_by_order_or_outputs(sweeps):
     paths = "stats_path=s_${hydra:job.num}.json"
     sweeps.run_here("-m", "seed=1,2", paths)
+    sweeps.ends = {4: "fail"}
     done = sweeps.run_here("-m", "seed=3,2,1,4", paths, "tracking.tags=[again]", "resume=latest")
-    assert done.code == 0, done.err
+    assert done.code == 1, done.err
     assert sweeps.seeds == [1, 2, 3, 4]
     cells = [(cell["index"], cell["overrides"][0]) for cell in sweeps.manifest()["cells"]]
     assert cells == [(0, "seed=1"), (1, "seed=2"), (2, "seed=3"), (3, "seed=4")]
-    assert sorted(path.name for path in sweeps.folder.glob("s_*.json")) == [f"s_{i}.json" for i in range(4)]
+    assert sorted(path.name for path in sweeps.folder.glob("s_*.json")) == [f"s_{i}.json" for i in range(3)]
     assert [call["sweep"][1:] for call in sweeps.calls] == [[2, 0], [2, 1], [4, 2], [4, 3]]
-    assert sweeps.cell(2)["overrides"][0] == "seed=3"
-
-
-def test_cells_that_a_command_does_not_have_are_counted_as_they_stand(sweeps):
-    sweeps.ends = {1: "fail"}
-    sweeps.run_here("-m", "seed=1,2")
-    done = sweeps.run_here("-m", "seed=2,3", "resume=latest")
+    # Cells that a command does not have are counted as they stand.
+    done = sweeps.run_here("-m", "seed=1", paths, "resume=latest")
     assert done.code == 0
-    assert "2 of 3 cells are done" in done.out
+    assert "3 of 4 cells are done" in done.out
     assert "sweep.json has the command of the others" in done.out
 
 
-def build_cell(tmp_path, status):
-    cell = Cell(0, tmp_path / "0_cell", ("seed=0",), "command", ExperimentConfig(), None)
-    cell.folder.mkdir()
-    write_status(cell.folder, begin_status() | {"status": status})
-    return cell
-
-
-def test_completed_cell_is_never_set_aside(tmp_path):
-    cell = build_cell(tmp_path, "completed")
-    (cell.folder / "summary.json").write_text("{}")
-    with pytest.raises(ResultsError, match="never overwritten"):
-        set_aside(cell.folder)
-    assert list_missing([cell], is_forced=False) == []
-
-
-def test_running_cell_of_this_host_is_refused_even_when_forced(tmp_path):
-    cell = build_cell(tmp_path, "running")
-    with pytest.raises(ResultsError, match=f"process {os.getpid()}"):
+def test_done_and_running_cells_are_not_set_aside(tmp_path):
+    cell = Cell(0, tmp_path, ("seed=0",), "command", ExperimentConfig(), None)
+    write_status(tmp_path, begin_status())
+    with pytest.raises(ResultsError, match=f"process {os.getpid()}"):  # of this host: nothing forces it
         list_missing([cell], is_forced=True)
+    write_status(tmp_path, begin_status() | {"status": "completed"})
+    (tmp_path / "summary.json").write_text("{}")
+    assert list_missing([cell], is_forced=False) == []
+    with pytest.raises(ResultsError, match="never overwritten"):
+        set_aside(tmp_path)
 
 
 # Which sweep
 
 
-def test_latest_is_the_newest_of_the_same_name(sweeps):
+def test_latest_is_the_newest_of_the_same_name_or_folder(sweeps):
     for arguments in (["seed=1"], ["seed=1,2"], ["seed=1", "name=other"]):
         sweeps.run_here("-m", *arguments)
     (newest,) = [path for path in sweeps.folder.glob("outputs/default/*") if len(list(path.iterdir())) == 4]
     done = sweeps.run_here("-m", "seed=1,2,3", "resume=latest")
     assert done.out.startswith(f"resuming outputs/default/{newest.name}: 1 of 3 cells to run")
 
-
-def test_latest_of_a_folder_that_is_named_is_no_sweep_beside_it(sweeps):
     named = "hydra.sweep.dir=outputs/runs/"
     for folder in ("A", "A", "A_B"):
         sweeps.run_here("-m", "seed=1", f"{named}{folder}")
@@ -219,12 +202,8 @@ def test_damaged_sweep_does_not_let_an_older_one_pass_for_the_latest(tmp_path):
 
 
 def test_folder_is_claimed_once_however_many_ask(tmp_path):
-    claimed, wanted = [], tmp_path / "deep" / "sweep"
-    threads = [threading.Thread(target=lambda: claimed.append(claim_folder(wanted))) for _ in range(20)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(20) as pool:
+        claimed = list(pool.map(claim_folder, [tmp_path / "deep" / "sweep"] * 20))
     assert len(set(claimed)) == 20
 
 
@@ -294,10 +273,11 @@ def test_another_host_other_code_and_another_command_are_refused_unless_forced(s
 def test_every_difference_of_code_is_named():
     current = find_provenance()
     assert list(list_differences(current, current)) == []
-    begun = Provenance("0123456789abcdef", False, "0123", current.versions | {"torch": "1.0", "gone": "2"})
-    now_without = dataclasses.replace(current, commit=None, changes_hash=None)
-    commit, changes, torch, gone = list_differences(begun, now_without)
-    assert commit == "commit 0123456789ab (now unknown)"
-    assert changes == "other uncommitted changes than there are now"
-    assert torch.startswith("torch 1.0 (now 2")
-    assert gone == "gone 2 (now not installed)"
+    begun = Provenance("0123456789abcdef", False, "0123", {"torch": "1.0", "gone": "2"})
+    now = Provenance(None, None, None, {"torch": "2.0"})
+    assert list(list_differences(begun, now)) == [
+        "commit 0123456789ab (now unknown)",
+        "other uncommitted changes than there are now",
+        "torch 1.0 (now 2.0)",
+        "gone 2 (now not installed)",
+    ]
