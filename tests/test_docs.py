@@ -35,7 +35,6 @@ ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests"
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NEEDS = {"gpu", "vllm", "slurm", "account", "network"}
-CBEXP = (["python", "-m", "cbexp"], ["./scripts/run"])
 REPORT = ["python", "-m", "cbexp.report"]
 # These only show something.
 SHOWING = {"--help", "--cfg", "--version"}
@@ -79,31 +78,26 @@ def read_prose(document: Path) -> str:
 
 def read_commands(block: Block) -> list[list[str]]:
     """The words of each command, the places of the reader filled in."""
-    lines = block.text.replace("\\\n", " ").splitlines()
-    commands = [[fill_places(word) for word in shlex.split(line, comments=True)] for line in lines]
+    text = block.text.replace("\\\n", " ")
+    for place, path in PLACES.items():
+        text = text.replace(place, path)
+    commands = [shlex.split(line, comments=True) for line in text.splitlines()]
     return [words for words in commands if words]
 
 
-def fill_places(word: str) -> str:
-    for place, path in PLACES.items():
-        word = word.replace(place, path)
-    return word
+BLOCKS = {document: read_blocks(document) for document in DOCUMENTS}
 
 
-def overrides_of(words: list[str]) -> list[str] | None:
-    """What follows `python -m cbexp`; None: another command."""
-    return next((words[len(start) :] for start in CBEXP if words[: len(start)] == start), None)
-
-
-BLOCKS = [block for document in DOCUMENTS for block in read_blocks(document)]
+def blocks_of(document: Path, language: str) -> list[Block]:
+    return [block for block in BLOCKS[document] if block.language == language]
 
 
 def by_document(paths: list[Path]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("document", paths, ids=lambda path: path.name)
 
 
-def documents_with(*languages: str) -> list[Path]:
-    return [path for path in DOCUMENTS if any(b.language in languages for b in BLOCKS if b.document == path)]
+def documents_with(language: str) -> list[Path]:
+    return [document for document in DOCUMENTS if blocks_of(document, language)]
 
 
 @pytest.fixture
@@ -124,66 +118,54 @@ def checkout(tmp_path, monkeypatch) -> Path:
 
 def write_files(document: Path) -> None:
     """Write each block of yaml to the path in its first comment, below the current folder."""
-    for block in BLOCKS:
-        if (block.document, block.language) == (document, "yaml"):
-            named = re.search(r"^# (\S+\.yaml)$", block.text, re.MULTILINE)
-            assert named, f"{block.place}: a block of yaml begins with a comment that names its file"
-            path = Path(named[1])
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(block.text)
+    for block in blocks_of(document, "yaml"):
+        named = re.search(r"^# (\S+\.yaml)$", block.text, re.MULTILINE)
+        assert named, f"{block.place}: a block of yaml begins with a comment that names its file"
+        path = Path(named[1])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(block.text)
 
 
 # What the documents are made of
 
 
-def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
-
-
-@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.place)
-def test_a_block_says_what_it_is_and_what_it_needs(block):
-    assert block.language in {"bash", "python", "yaml", "text"}
-    assert block.needs <= NEEDS
-    if block.language == "text":
-        assert not re.search(r"^\s*(python|pip|\./scripts|wandb|cbexp) ", block.text, re.MULTILINE)
+def test_the_readme_is_short_and_links_every_document():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 150
+    linked = set(re.findall(r"\]\((docs/\w+\.md)\)", text))
+    assert linked == {f"docs/{path.name}" for path in DOCUMENTS[1:]}
 
 
 @by_document(DOCUMENTS)
-def test_every_block_is_fenced(document):
-    """What is only indented would be run by nobody."""
+def test_a_block_is_fenced_and_says_what_it_is_and_what_it_needs(document):
+    for block in BLOCKS[document]:
+        assert block.language in {"bash", "python", "yaml", "text"}, block.place
+        assert block.needs <= NEEDS, block.place
+    for block in blocks_of(document, "text"):
+        commands = re.findall(r"^\s*(?:python|pip|\./scripts|wandb|cbexp) ", block.text, re.MULTILINE)
+        assert not commands, block.place
+    # What is only indented would be run by nobody.
+    assert "```" not in read_prose(document)
+    assert re.findall(r"^\n( {4,}\S.*)$", read_prose(document), re.MULTILINE) == []
+
+
+@by_document(DOCUMENTS)
+def test_links_and_files_that_are_named_are_there(document):
     prose = read_prose(document)
-    assert "```" not in prose
-    assert re.findall(r"^\n( {4,}\S.*)$", prose, re.MULTILINE) == []
-
-
-@by_document(DOCUMENTS)
-def test_links_resolve(document):
-    for target in re.findall(r"\]\(([^)\s]+)\)", read_prose(document)):
-        if re.match(r"https?:", target):
-            continue
+    for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", prose):
         name, _, anchor = target.partition("#")
         path = document.parent / name if name else document
         assert path.exists(), target
         assert not anchor or anchor in list_anchors(path), target
+    known = r"(?:cbexp|conf|docs|outputs/reference|scripts|tests|\.ci)/[\w./-]*"
+    for path in re.findall(rf"`({known})`", prose):
+        assert (ROOT / path).exists() or document.name == "changes.md", path  # it speaks of what is gone
 
 
 def list_anchors(document: Path) -> set[str]:
     """The anchors of headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", read_prose(document), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-# One speaks of what is gone.
-@by_document([path for path in DOCUMENTS if path.name != "changes.md"])
-def test_files_that_are_named_exist(document):
-    known = r"(?:cbexp|conf|docs|outputs/reference|scripts|tests|\.ci)/[\w./-]*"
-    for path in re.findall(rf"`({known})`", read_prose(document)):
-        assert (ROOT / path).exists(), path
-
-
-def test_every_document_is_linked_from_the_readme():
-    linked = set(re.findall(r"\]\((docs/\w+\.md)\)", (ROOT / "README.md").read_text()))
-    assert linked == {f"docs/{path.name}" for path in DOCUMENTS[1:]}
 
 
 # Names of settings
@@ -250,20 +232,20 @@ def test_commands_are_right(document, checkout, monkeypatch):
     write_files(document)
     monkeypatch.setenv("PATH", f"{TESTS / 'sweep/fake_slurm'}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    for block in BLOCKS:
-        if (block.document, block.language) == (document, "bash"):
-            for words in read_commands(block):
-                try:
-                    check_words(words, block.needs)
-                except BaseException as error:
-                    error.add_note(f"{block.place}: {shlex.join(words)}")
-                    raise
+    for block in blocks_of(document, "bash"):
+        for words in read_commands(block):
+            try:
+                check_words(words, block.needs)
+            except BaseException as error:
+                error.add_note(f"{block.place}: {shlex.join(words)}")
+                raise
 
 
 def check_words(words: list[str], needs: frozenset[str]) -> None:
-    overrides = overrides_of(words)
-    if overrides is not None:
-        try_cbexp(overrides, needs)
+    if words[:3] == ["python", "-m", "cbexp"]:
+        try_cbexp(words[3:], needs)
+    elif words[0] == "./scripts/run":
+        try_cbexp(words[1:], needs)
     elif words[:3] == REPORT:
         try_report(words[3:])
     elif words[0] == "python" and words[1].startswith("scripts/"):
@@ -271,9 +253,7 @@ def check_words(words: list[str], needs: frozenset[str]) -> None:
     elif words[0] == "echo" and not needs:
         subprocess.run(["bash", "-c", f"echo {shlex.quote(words[1])} > {words[3]}"], check=True, timeout=60)
     else:  # a real run makes sure of the rest
-        assert needs or words[0] in ("source", "./scripts/test"), (
-            "nothing checks this command: mark the block"
-        )
+        assert needs or words[0] in ("source", "./scripts/test"), "nothing checks it: mark the block"
 
 
 def try_cbexp(overrides: list[str], needs: frozenset[str]) -> None:
@@ -320,9 +300,8 @@ def find_exit_code(call: Callable[[], object]) -> object:
 def test_snippets_run(document, checkout, has_gpu):
     """One after the other, as a reader would."""
     names: dict[str, object] = {"__name__": "__main__"}
-    for block in BLOCKS:
-        is_here = (block.document, block.language) == (document, "python")
-        if is_here and block.needs <= ({"gpu"} if has_gpu else set()):
+    for block in blocks_of(document, "python"):
+        if block.needs <= ({"gpu"} if has_gpu else set()):
             exec(compile("\n" * block.line + block.text, str(document), "exec"), names)
 
 
@@ -332,14 +311,13 @@ def test_snippets_run(document, checkout, has_gpu):
 def test_commands_run(document, checkout):
     """Every unmarked block in a shell, in order, in one folder."""
     write_files(document)
-    bin_dir = Path(sys.executable).parent
-    environment = os.environ | {"PATH": f"{bin_dir}{os.pathsep}{os.environ['PATH']}", "HOME": str(checkout)}
-    for block in BLOCKS:
-        if (block.document, block.language) == (document, "bash") and not block.needs:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    for block in blocks_of(document, "bash"):
+        if not block.needs:
             done = subprocess.run(
                 ["bash", "-euo", "pipefail", "-c", block.text],
                 cwd=checkout,
-                env=environment,
+                env=os.environ | {"PATH": path, "HOME": str(checkout)},
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,

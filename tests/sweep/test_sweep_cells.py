@@ -16,16 +16,10 @@ from tests.sweep.conftest import QUIET, is_running
 
 
 def test_a_cell_is_what_is_run_and_recorded_and_not_where_results_go():
-    elsewhere = ExperimentConfig(
-        name="other",
-        stats_path="s.json",
-        tracking=TrackingConfig(mode="disabled", tags=["a"]),
-        isolation="none",
-        cell_timeout_s=5.0,
-        resume="latest",
-        resume_force=True,
-    )
-    assert hash_config(elsewhere) == hash_config(ExperimentConfig())
+    elsewhere = {"name": "other", "stats_path": "s.json", "tracking": TrackingConfig("disabled", tags=["a"])}
+    how = ({"isolation": "none"}, {"cell_timeout_s": 5.0}, {"resume": "latest", "resume_force": True})
+    for settings in (elsewhere, *how):
+        assert hash_config(ExperimentConfig(**settings)) == hash_config(ExperimentConfig())
     parts = [{}, {"seed": 1}, {"cache": CacheConfig(num_tokens=4096)}, {"artifacts": ArtifactsConfig("none")}]
     assert len({hash_config(ExperimentConfig(**part)) for part in parts}) == 4
 
