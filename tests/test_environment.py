@@ -1,7 +1,5 @@
 """What the environment record holds, what it must never hold, and that seeds and memory do as they say."""
 
-from __future__ import annotations
-
 import json
 import logging
 import random

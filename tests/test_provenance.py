@@ -1,7 +1,5 @@
 """What counts as changed code: the record of a run and the resumption of a sweep mean the same by it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 

@@ -1,7 +1,5 @@
 """Rounds and whole jobs through vLLM's worker: completions, times, records, and a vLLM that misbehaves."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """The worker's process: its interpreter, its end, and that nothing of it outlives the run that started it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

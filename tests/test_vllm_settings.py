@@ -1,7 +1,5 @@
 """What vLLM is given: arguments, environment, model folder, memory."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

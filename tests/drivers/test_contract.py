@@ -1,7 +1,5 @@
 """What a caller may rely on from either driver: checked requests, ids, times, errors, a model given back as it was."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

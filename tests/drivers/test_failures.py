@@ -1,7 +1,5 @@
 """Errors and interrupts: they reach the caller, what was done is kept, and the next round works."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -62,10 +60,9 @@ def test_an_error_on_the_way_reaches_the_caller_and_keeps_what_was_done(
 
 def test_an_error_of_upstreams_thread_is_an_engine_error(make_manager, qwen3):
     driver = make_manager(qwen3)
-    driver.add_requests([[1, 2]])
     failing = failing_after(0, ValueError("bad shape"))
     with hooked_forward(qwen3, failing), pytest.raises(EngineError, match="thread died: bad sh") as caught:
-        driver.drive_until_empty()
+        drive(driver, [[1, 2]])
     assert isinstance(caught.value.__cause__, ValueError)
     assert qwen3.config._attn_implementation == "sdpa"
 
@@ -119,9 +116,8 @@ def test_a_cache_that_does_not_fit_says_what_to_lower(make_manager, qwen3):
 
 
 def test_a_manager_kept_on_the_model_by_others_is_not_taken_over(make_manager, qwen3):
-    small = ContinuousBatchingConfig(
-        page_size=16, num_blocks=4, max_batch_tokens=16, max_requests_per_batch=1
-    )
+    sizes = {"page_size": 16, "num_blocks": 4, "max_batch_tokens": 16, "max_requests_per_batch": 1}
+    small = ContinuousBatchingConfig(**sizes)
     qwen3.generate_batch(
         [[1, 2]], max_new_tokens=1, persistent_manager=True, continuous_batching_config=small
     )
@@ -134,9 +130,11 @@ SCRIPT = """
 import sys, torch
 from cbexp.drivers.generate import GenerateDriver
 from cbexp.drivers.manager import ManagerDriver
+from transformers import Qwen3Config, Qwen3ForCausalLM
 from tests.drivers.conftest import build_model, make_config
 
-model, config = build_model("qwen3"), make_config(allow_block_sharing=True)
+model = build_model(Qwen3ForCausalLM, Qwen3Config)
+config = make_config(allow_block_sharing=True)
 drivers = [GenerateDriver(model, config), ManagerDriver(model, config), ManagerDriver(model, config)]
 for driver in drivers:
     driver.add_requests([[1, 2], [3]], num_generations=2)

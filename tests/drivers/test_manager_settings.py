@@ -1,7 +1,5 @@
 """How our settings become those of upstream's manager."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, Qwen3Config

@@ -1,7 +1,5 @@
 """Both drivers give, token for token in fp32, what `generate` gives for each prompt alone."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest
@@ -10,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import GptOssConfig, GptOssForCausalLM, MistralConfig, MistralForCausalLM
 
 from cbexp.drivers.generate import GenerateDriver, _describe_steps, _trim_at_end
-from tests.drivers.conftest import SHAPE, drive, enlarge_weights, ids_of, make_config
+from tests.drivers.conftest import build_model, drive, ids_of, make_config
 
 LIMITS = [3, 8, 5, 1, 8, 2]
 
@@ -79,10 +77,7 @@ def test_eager_attention(make_driver, prompts, qwen3, generate_alone):
         assert qwen3.config._attn_implementation == "eager"
 
 
-def build_with_windows(model_class, config_class, **extra):
-    torch.manual_seed(0)
-    config = config_class(**(SHAPE | {"sliding_window": 8, "pad_token_id": 0} | extra))
-    return enlarge_weights(model_class(config))
+WINDOWS = {"sliding_window": 8, "pad_token_id": 0}
 
 
 @pytest.mark.parametrize(
@@ -93,14 +88,14 @@ def build_with_windows(model_class, config_class, **extra):
     ],
 )
 def test_sliding_windows(make_driver, prompts, generate_alone, model_class, config_class, extra):
-    model = build_with_windows(model_class, config_class, **extra)
+    model = build_model(model_class, config_class, **WINDOWS, **extra)
     expected = [generate_alone(model, prompt, 8) for prompt in prompts]
     completions = drive(make_driver(model), prompts, num_generations=2)
     assert ids_of(completions) == [ids for ids in expected for _ in range(2)]
 
 
 def test_manager_where_a_window_bounds_what_a_request_stores(make_manager, generate_alone):
-    model = build_with_windows(MistralForCausalLM, MistralConfig)
+    model = build_model(MistralForCausalLM, MistralConfig, **WINDOWS)
     prompt = list(range(1, 41))
     # Four blocks of four tokens: more than a window, and far less than the prompt.
     completions = drive(make_manager(model, num_blocks=4, page_size=4), [prompt])

@@ -1,7 +1,5 @@
 """What each driver can do, and which settings it therefore does not read."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest
