@@ -25,15 +25,12 @@ import sys, threading
 from pathlib import Path
 from cbexp.drivers.vllm.process import WorkerProcess
 
-def start():
-    worker = WorkerProcess(["sleep", "600"], {"PATH": "/usr/bin:/bin"}, Path(sys.argv[1]))
-    print(worker._guard.pid, worker._process.pid, flush=True)
-    workers.append(worker)
-
 workers = []
-thread = threading.Thread(target=start)
+command = (["sleep", "600"], {"PATH": "/usr/bin:/bin"}, Path(sys.argv[1]))
+thread = threading.Thread(target=lambda: workers.append(WorkerProcess(*command)))
 thread.start()
 thread.join()
+print(workers[0]._guard.pid, workers[0]._process.pid, flush=True)
 sys.stdin.read()
 """
 
@@ -46,12 +43,8 @@ def ignores(pid, number):
 
 
 def test_a_worker_outlives_its_thread_and_a_request_to_end_all_but_not_its_run(tmp_path):
-    run = subprocess.Popen(
-        [sys.executable, "-c", START_IN_A_THREAD, str(tmp_path / "vllm.log")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    command = [sys.executable, "-c", START_IN_A_THREAD, str(tmp_path / "vllm.log")]
+    run = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     guard, worker = map(int, run.stdout.readline().split())
     wait_until(lambda: ignores(guard, signal.SIGTERM))
     os.kill(guard, signal.SIGTERM)

@@ -84,36 +84,29 @@ def test_the_longest_request_decides_the_length_and_model_and_cache_bound_it(fak
         settings_of(config, lengths=[14, 2, 2, 2])
 
 
-@pytest.mark.parametrize(
-    ("cache", "expected"),
-    [
-        # 20 GiB of weights, and 0.8 of the other 80.
-        ({}, (0.84, None, None)),
-        # In pages, of which one is vLLM's own.
-        ({"num_tokens": 100}, (0.84, 16, 8)),
-        ({"num_tokens": 64, "page_size": 32}, (0.84, 32, 3)),
-    ],
-)
-def test_memory_is_the_share_or_the_tokens_that_the_other_drivers_get(fake, on_a_gpu, cache, expected):
-    config = fake.experiment(cache=cache)
-    engine = settings_of(config, on_a_gpu(config)).engine
-    names = ("gpu_memory_utilization", "block_size", "num_gpu_blocks_override")
-    assert tuple(engine.get(name) for name in names) == expected
+def test_memory_is_the_share_or_the_tokens_that_the_other_drivers_get(fake, on_a_gpu):
+    def memory_of(**cache):
+        config = fake.experiment(cache=cache)
+        engine = settings_of(config, on_a_gpu(config)).engine
+        names = ("gpu_memory_utilization", "block_size", "num_gpu_blocks_override")
+        return tuple(engine.get(name) for name in names)
+
+    assert memory_of() == (0.84, None, None)  # 20 GiB of weights, and 0.8 of the other 80
+    assert memory_of(num_tokens=100) == (0.84, 16, 8)  # in pages, of which one is vLLM's own
+    assert memory_of(num_tokens=64, page_size=32) == (0.84, 32, 3)
 
 
-@pytest.mark.parametrize(
-    ("mode", "resolved", "arguments"),
-    [
-        ("auto", "default", {}),
-        ("eager", "eager", {"enforce_eager": True}),
-        ("default", "default", {"compilation_config": {"cudagraph_mode": "NONE"}}),
-    ],
-)
-def test_compile_modes_on_a_cpu(fake, mode, resolved, arguments):
-    config = settings_of(fake.experiment(compile_mode=mode))
-    assert config.settings.compile_mode == resolved
-    names = {"enforce_eager", "compilation_config"} & set(config.engine)
-    assert {name: config.engine[name] for name in names} == arguments
+def test_compile_modes_on_a_cpu(fake):
+    given = {}
+    for mode in ("auto", "eager", "default"):
+        config = settings_of(fake.experiment(compile_mode=mode))
+        names = {"enforce_eager", "compilation_config"} & set(config.engine)
+        given[mode] = (config.settings.compile_mode, {name: config.engine[name] for name in names})
+    assert given == {
+        "auto": ("default", {}),
+        "eager": ("eager", {"enforce_eager": True}),
+        "default": ("default", {"compilation_config": {"cudagraph_mode": "NONE"}}),
+    }
 
 
 def test_the_workers_variables_are_ours_without_our_path_and_on_record_without_secrets(fake, monkeypatch):
@@ -137,13 +130,12 @@ def test_the_workers_variables_are_ours_without_our_path_and_on_record_without_s
     assert "PYTHONPATH" not in environment
 
 
-@pytest.mark.parametrize(
-    ("visible", "index", "expected"), [("2,5", 1, "5"), ("GPU-ab, GPU-cd", 1, "GPU-cd"), ("", 2, "2")]
-)
-def test_the_worker_sees_the_one_gpu(fake, monkeypatch, on_a_gpu, visible, index, expected):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+def test_the_worker_sees_the_one_gpu(fake, monkeypatch, on_a_gpu):
     config = fake.experiment()
-    assert settings_of(config, on_a_gpu(config, index)).environment["CUDA_VISIBLE_DEVICES"] == expected
+    for visible, index, expected in (("2,5", 1, "5"), ("GPU-ab, GPU-cd", 1, "GPU-cd"), ("", 2, "2")):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        environment = settings_of(config, on_a_gpu(config, index)).environment
+        assert environment["CUDA_VISIBLE_DEVICES"] == expected
 
 
 # The model

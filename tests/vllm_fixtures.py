@@ -1,13 +1,7 @@
 """Experiments with driver=vllm, run by the stand-in for vLLM in `tests/fake_vllm`."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 from cbexp.config import (
     CacheConfig,
@@ -20,7 +14,6 @@ from cbexp.config import (
     TrackingConfig,
 )
 from cbexp.dataset.prompts import load_prompts
-from cbexp.drivers.vllm.driver import VllmDriver
 from cbexp.factory import build_driver
 from cbexp.model.loading import describe_model
 from cbexp.planning.plan import build_plan
@@ -32,34 +25,25 @@ FAKE = Path(__file__).with_name("fake_vllm")
 class FakeVllm:
     """Builds experiments and drivers on the stand-in; `notes` are what that was given and did."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def __init__(self, monkeypatch, tmp_path):
         self.tmp_path = tmp_path
         self.log_path = tmp_path / "vllm.log"
-        self.drivers: list[VllmDriver] = []
+        self.drivers = []
         monkeypatch.setenv("FAKE_VLLM", str(tmp_path))
 
-    def misbehave(self, words: str) -> None:
+    def misbehave(self, words):
         (self.tmp_path / "orders.txt").write_text(words)
 
-    def notes(self, kind: str) -> list[Any]:
+    def notes(self, kind):
         path = self.tmp_path / "notes.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
         return [value for noted, value in map(json.loads, lines) if noted == kind]
 
-    def experiment(
-        self,
-        driver: dict[str, Any] | None = None,
-        cache: dict[str, Any] | None = None,
-        num_generations: int = 1,
-        compile_mode: str = "auto",
-        **sampling: Any,
-    ) -> ExperimentConfig:
-        lengths = {"num_prompts": 4, "min_length": 5, "max_length": 12}
+    def experiment(self, driver=None, cache=None, num_generations=1, compile_mode="auto", **sampling):
+        workload = {"num_prompts": 4, "min_length": 5, "max_length": 12, "num_generations": num_generations}
         return ExperimentConfig(
             model=ModelConfig(name="test", init="random", architecture=QWEN3, device="cpu"),
-            dataset=DatasetConfig(
-                kind="synthetic", name="synthetic", num_generations=num_generations, **lengths
-            ),
+            dataset=DatasetConfig(kind="synthetic", name="synthetic", **workload),
             sampling=SamplingConfig(**({"max_new_tokens": 8, "ignore_eos": True} | sampling)),
             cache=CacheConfig(**(cache or {})),
             compile=CompileConfig(mode=compile_mode, cache_dir=str(self.tmp_path / "compile")),
@@ -69,9 +53,7 @@ class FakeVllm:
             num_rounds=2,
         )
 
-    def build(
-        self, on_progress: Callable[[str], None] = lambda _: None, **changes: Any
-    ) -> tuple[VllmDriver, list[list[int]]]:
+    def build(self, on_progress=lambda _: None, **changes):
         """A driver, and the prompts of its workload."""
         config = self.experiment(**changes)
         prompts = load_prompts(config.dataset, None, QWEN3["vocab_size"], config.seed, ())
@@ -81,6 +63,6 @@ class FakeVllm:
         return self.drivers[-1], [list(ids) for ids in prompts.prompt_ids]
 
 
-def complete(prompt_ids: list[int], num_tokens: int) -> tuple[int, ...]:
+def complete(prompt_ids, num_tokens):
     """What the stand-in answers."""
     return tuple((sum(prompt_ids) + place) % 97 for place in range(num_tokens))

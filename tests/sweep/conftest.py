@@ -36,12 +36,9 @@ class Sweeps:
         self._processes = []
 
     def environment(self):
-        return {
-            "FAKE_LOG": str(self.log),
-            "FAKE_ENDS": json.dumps(self.ends),
-            "GIT_DIR": "/nonexistent",  # the commit must not change under a test
-            **self.variables,
-        }
+        # No git: the commit must not change under a test.
+        fake = {"FAKE_LOG": str(self.log), "FAKE_ENDS": json.dumps(self.ends), "GIT_DIR": "/nonexistent"}
+        return fake | self.variables
 
     def run_here(self, *arguments, tracking=QUIET):
         """Run a sweep with all its cells in this process."""

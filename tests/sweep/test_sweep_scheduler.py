@@ -5,6 +5,7 @@ import json
 import os
 import signal
 from datetime import datetime
+from types import SimpleNamespace
 
 import pytest
 
@@ -56,18 +57,6 @@ def test_cells_run_side_by_side_on_their_gpus(sweeps):
 # The scheduler
 
 
-class Observer:
-    """Does something with a cell that runs."""
-
-    def __init__(self, act):
-        self.on_progress = act
-
-    def ignore(self, *event):
-        pass
-
-    on_start = on_end = on_stop = ignore
-
-
 @pytest.fixture
 def build_cell(tmp_path, monkeypatch):
     """Builds cells whose processes run the fake job, which ends as `how` says."""
@@ -91,7 +80,9 @@ def start(cell, slot):
 
 
 def schedule(*cells, start=start, act=lambda process: None):
-    return Scheduler([{}], start, Observer(act), StopRequests(), stop_grace_s=0.2).run(cells)
+    observer = SimpleNamespace(on_progress=act)
+    observer.on_start = observer.on_end = observer.on_stop = lambda *event: None
+    return Scheduler([{}], start, observer, StopRequests(), stop_grace_s=0.2).run(cells)
 
 
 def test_cell_that_is_held_before_it_wrote_a_status_is_killed_and_its_start_is_known(build_cell):

@@ -30,8 +30,7 @@ ENGINE_ARGUMENTS = {
 
 class SamplingParams:
     def __init__(self, *, temperature, max_tokens, ignore_eos, stop_token_ids, detokenize):
-        if temperature != 0.0 or ignore_eos is not True or detokenize is not False:
-            raise ValueError(f"not as asked: {temperature}, {ignore_eos}, {detokenize}")
+        assert (temperature, ignore_eos, detokenize) == (0.0, True, False)
         self.max_tokens, self.stop_token_ids = max_tokens, stop_token_ids
 
 
