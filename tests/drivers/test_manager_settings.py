@@ -67,17 +67,14 @@ def test_the_block_table_fits_the_longest_request(kind, longest, changes, width)
     assert settings.max_blocks_per_request == width
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
+def test_requests_of_a_batch_are_no_more_than_can_be_active():
+    for changes, expected in (
         ({"num_blocks": 40}, 40),
         ({"num_blocks": 10**5, "max_batch_tokens": 8192}, 1024),
         ({"max_requests_per_batch": 7}, 7),
-    ],
-)
-def test_requests_of_a_batch_are_no_more_than_can_be_active(changes, expected):
-    settings = build_batching_config(make_config(**changes), model_config(), CPU)
-    assert settings.max_requests_per_batch == expected
+    ):
+        settings = build_batching_config(make_config(**changes), model_config(), CPU)
+        assert settings.max_requests_per_batch == expected
 
 
 def test_eager_attention_with_a_soft_cap_is_refused(make_manager):

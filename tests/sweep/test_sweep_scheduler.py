@@ -29,8 +29,7 @@ from tests.sweep.conftest import HERE, REPOSITORY
         (None, "0\n1\n", ["auto", "cuda:1"], [None]),
         ("2, 5", "0\n1\n", ["auto"], ["2", "5"]),
         ("", "0\n1\n", ["auto"], [None]),
-        ("0,1,-1,2", None, ["auto"], ["0", "1"]),
-        ("1,1,0", None, ["auto"], ["1", "0"]),
+        ("0,1,1,-1,2", None, ["auto"], ["0", "1"]),
         (None, "No devices were found\n", ["auto"], [None]),
     ],
 )
