@@ -25,6 +25,7 @@ TINY = {
     "max_position_embeddings": 256,
 }
 QWEN3 = {"model_type": "qwen3", "tie_word_embeddings": True, "eos_token_id": 257, **TINY}
+GPT_OSS = {**TINY, "model_type": "gpt_oss", "num_local_experts": 2, "num_experts_per_tok": 1}
 
 
 def build_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:

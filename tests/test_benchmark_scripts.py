@@ -1,9 +1,10 @@
-"""The benchmark scripts, with a tiny model on a CPU."""
+"""The benchmark scripts, with a tiny model on a CPU, and the one that keeps measured runs."""
 
 import csv
 import importlib
 import importlib.util
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -22,13 +23,11 @@ TINY_OVERRIDES = [f"--override=model.architecture.{key}={value}" for key, value 
 def load_script(monkeypatch):
     """Import a script as its neighbours do."""
     monkeypatch.syspath_prepend(str(SCRIPTS))
+    before = set(sys.modules)
     yield importlib.import_module
-    for name in [name for name, module in sys.modules.items() if is_script(module)]:
-        del sys.modules[name]
-
-
-def is_script(module) -> bool:
-    return str(getattr(module, "__file__", None)).startswith(str(SCRIPTS))
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", None)).startswith(str(SCRIPTS)):
+            del sys.modules[name]
 
 
 @pytest.fixture
@@ -66,25 +65,13 @@ def test_steps_are_timed_in_every_shape(tmp_path, run_script):
     assert "never overwritten" in run_script("benchmark_steps", *arguments)
 
 
-def test_steps_without_a_row_say_so(run_script):
-    message = run_script("benchmark_steps", "--output", "x.json", "--only", "nothing/*")
-    assert message.startswith("no row matches --only nothing/*")
-
-
-def test_a_model_that_cannot_be_timed_is_a_row_with_its_error(tmp_path, run_script):
+def test_a_model_that_cannot_be_timed_is_a_row_with_its_error_and_no_row_is_an_error(tmp_path, run_script):
     options = ["--output", "x.json", "--models", "qwen3_0_6b", "--compile-mode", "cuda_graph"]
     assert run_script("benchmark_steps", *options, "--override", "model.device=cpu", *TINY_OVERRIDES) == 1
     (row,) = json.loads((tmp_path / "x.json").read_text())["rows"]
     assert "needs a CUDA device" in row["error"]
-
-
-def test_the_reference_rows(load_script):
-    steps = load_script("benchmark_steps")
-    parse = steps.argparse.Namespace
-    all_rows = steps.choose_cells(parse(models=None, batches=None, contexts=None, only=None))
-    names = [cell.name for cell in all_rows]
-    assert len(names) == len(set(names)) == 3 * 3 + 4
-    assert {"qwen3_8b/256/500", "qwen3_4b/1/2000", "qwen3_4b/32/16000"} < set(names)
+    message = run_script("benchmark_steps", "--output", "y.json", "--only", "nothing/*")
+    assert message.startswith("no row matches --only nothing/*")
 
 
 def test_a_step_is_profiled(tmp_path, run_script, capsys):
@@ -102,59 +89,105 @@ def test_a_step_is_profiled(tmp_path, run_script, capsys):
     assert "Floor of each part" in printed
 
 
-@pytest.fixture
-def launches(load_script):
+def test_kernels_are_counted_by_step_and_layer_and_told_apart_by_their_place(load_script):
     """Two steps of three layers: a product, attention, a product of the same name; then the head. Once, a fill."""
-    event = load_script("kernel_profile").KernelEvent
-    events, now = [event("fill", 0.0, 100.0)], 200.0
+    profile = load_script("kernel_profile")
+    events, now = [profile.KernelEvent("fill", 0.0, 100.0)], 200.0
     for _ in range(2):
         kernels = [("gemm", 10.0), ("paged_attention", 20.0), ("gemm", 30.0)] * 3 + [("head", 50.0)]
         for name, duration in kernels:
-            events.append(event(name, now, duration))
+            events.append(profile.KernelEvent(name, now, duration))
             now += duration + 1.0
-    return events
-
-
-def test_kernels_are_counted_by_step_and_layer(load_script, launches):
-    rows = load_script("kernel_profile").summarize_kernels(launches, num_steps=2, num_layers=3)
+    rows = profile.summarize_kernels(events, num_steps=2, num_layers=3)
     names = ("kernel", "calls_per_step", "us_per_step", "us_per_layer")
     figures = [tuple(row[name] for name in names) for row in rows]
     assert figures == [("gemm", 6, 120, 40), ("paged_attention", 3, 60, 20), ("head", 1, 50, None)]
-
-
-def test_the_kernels_of_a_layer_are_told_apart_by_their_place(load_script, launches):
-    rows = load_script("kernel_profile").summarize_layer(launches, num_steps=2, num_layers=3)
+    rows = profile.summarize_layer(events, num_steps=2, num_layers=3)
     kernels = [(row["kernel"], row["us"]) for row in rows]
     assert kernels == [("paged_attention", 20), ("gemm", 30), ("gemm", 10)]
     assert all(row["gap_before_us"] == pytest.approx(1) for row in rows)
-    assert load_script("kernel_profile").summarize_layer(launches[:3], 2, 3) == []
+    assert profile.summarize_layer(events[:3], 2, 3) == []
 
 
-def test_lines_join_points_that_differ_along_one_axis(load_script):
-    def row(batch, context, model="m"):
-        return {"model": model, "compile_mode": "eager", "batch": batch, "context": context}
-
-    rows = [row(32, 500), row(1, 500), row(1, 2000), row(8, 500, "other")]
-    plot = load_script("plot_steps")
-    assert plot.group_lines(rows, "batch", "context") == {"m eager, context 500": [rows[1], rows[0]]}
-    assert plot.group_lines(rows, "context", "batch") == {"m eager, batch 1": [rows[1], rows[2]]}
-
-
-def write_steps(path: Path) -> None:
+@pytest.fixture
+def steps(tmp_path):
     row = {"model": "m", "compile_mode": "eager", "context": 500, "floor_ms": 1.0}
     rows = [row | {"batch": batch, "step_ms": 2.0 * batch} for batch in (1, 8)]
-    path.write_text(json.dumps({"rows": [*rows, {"model": "n", "compile_mode": "eager", "error": "broken"}]}))
+    failed = {"model": "n", "compile_mode": "eager", "error": "broken"}
+    (tmp_path / "steps.json").write_text(json.dumps({"rows": [*rows, failed]}))
+    return "steps.json"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
-def test_steps_are_drawn(tmp_path, run_script):
-    write_steps(tmp_path / "steps.json")
-    assert run_script("plot_steps", "steps.json", "--output", "plots/steps.svg") is None
+def test_steps_are_drawn(tmp_path, run_script, steps):
+    assert run_script("plot_steps", steps, "--output", "plots/steps.svg") is None
     assert (tmp_path / "plots/steps.svg").stat().st_size > 1000
 
 
-def test_drawing_without_matplotlib_says_what_is_missing(tmp_path, run_script, monkeypatch):
-    write_steps(tmp_path / "steps.json")
+def test_drawing_without_matplotlib_says_what_is_missing(run_script, steps, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    message = run_script("plot_steps", "steps.json", "--output", "x.png")
+    message = run_script("plot_steps", steps, "--output", "x.png")
     assert message == "drawing needs matplotlib: pip install matplotlib"
+
+
+# Keeping measured runs: what the report reads stays, paths of the machine do not
+
+
+ROUNDS = '{"round_index": 0, "unit": "tokens/s"}\n'
+COMMAND = "python -m cbexp model=hf model.name_or_path=org/Name driver.pythonpath="
+
+
+def write_job(folder: Path, commit: str | None = None) -> None:
+    files = {
+        "status.json": {"status": "completed"},
+        "cell.json": {"command": f"{COMMAND}/tmp/a/site"},
+        "engine.json": {"model": "/root/.cache/x/178e", "share": "3/4", "home": "~/y/z"},
+        "environment.json": {"source": {"commit": commit, "is_dirty": None}},
+        "summary.json": {"model": "org/Name"},
+        "completions.jsonl": {"text": "large"},
+    }
+    folder.mkdir(parents=True)
+    for name, values in files.items():
+        (folder / name).write_text(json.dumps(values))
+    (folder / "rounds.jsonl").write_text(ROUNDS)
+
+
+def collect(tmp_path: Path, *arguments: str) -> tuple[int, str]:
+    paths = (tmp_path / "runs", "--into", tmp_path / "kept")
+    command = [sys.executable, SCRIPTS / "collect_reference.py", *paths, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    return done.returncode, done.stderr
+
+
+def test_records_are_kept_without_paths_and_never_overwritten(tmp_path):
+    write_job(tmp_path / "runs/sweep/0_sync")
+    assert collect(tmp_path, "--commit", "abc123") == (0, "")
+    kept = {path.name: path.read_text() for path in (tmp_path / "kept/0_sync").iterdir()}
+    assert kept.pop("rounds.jsonl") == ROUNDS
+    assert {name: json.loads(text) for name, text in kept.items()} == {
+        "status.json": {"status": "completed"},
+        "cell.json": {"command": f"{COMMAND}site"},
+        "engine.json": {"model": "178e", "share": "3/4", "home": "z"},
+        "environment.json": {"source": {"commit": "abc123", "is_dirty": False}},
+        "summary.json": {"model": "org/Name"},
+    }
+    code, stderr = collect(tmp_path)
+    assert code == 1
+    assert "never overwritten" in stderr
+
+
+@pytest.mark.parametrize(
+    ("folders", "message"),
+    [
+        ((), "no job"),
+        (("a/0", "b/0"), "folders of the same name"),
+        (("0",), "ran from recorded"),  # not from the commit that is named
+    ],
+)
+def test_what_cannot_be_kept_is_refused(tmp_path, folders, message):
+    (tmp_path / "runs").mkdir()
+    for folder in folders:
+        write_job(tmp_path / "runs" / folder, commit="recorded")
+    code, stderr = collect(tmp_path, "--commit", "abc123")
+    assert code == 1
+    assert message in stderr

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
-from pathlib import Path
 
 import pytest
 import torch
 from torch._inductor import config as inductor_config
 from torch._inductor import cpp_builder
 from torch._inductor.exc import InductorError
+from torch._inductor.runtime.cache_dir_utils import cache_dir, triton_cache_dir
 
 from cbexp.config import CompileConfig
 from cbexp.drivers import manager, sync
@@ -26,8 +26,6 @@ from cbexp.planning.compile_cache import (
     FOLDERS,
     compile_environment,
     describe_compile_cache,
-    explaining_full_cache,
-    list_overriding_variables,
     uses_compile_cache,
 )
 from cbexp.planning.compile_choice import choose_compile_mode
@@ -60,34 +58,26 @@ def test_the_synchronous_driver_runs_every_mode_on_a_gpu_and_without_graphs_on_a
     if COMPILE_MODES[mode].graphs is None:
         assert choose_compile_mode(config, attention, CPU) == mode
     else:
-        with pytest.raises(NotApplicableError, match=f"compile.mode='{mode}' needs a CUDA device"):
+        with pytest.raises(NotApplicableError, match=rf"compile\.mode='{mode}' needs a CUDA device"):
             choose_compile_mode(config, attention, CPU)
 
 
-@pytest.mark.parametrize("driver", ["manager", "generate", "vllm"])
-def test_graphs_are_not_applicable_on_a_cpu_whether_a_driver_has_the_mode_or_not(driver):
-    with pytest.raises(NotApplicableError, match=r"compile\.mode='max_autotune' needs a CUDA device"):
-        build_plan(experiment(driver=driver, compile_mode="max_autotune"))
-
-
-def test_what_auto_has_become_and_what_a_driver_lacks():
+def test_what_auto_has_become_what_a_driver_lacks_and_what_needs_a_gpu():
     assert build_plan(experiment(driver="manager")).compile_mode == "eager"
     assert build_plan(experiment(driver="manager", compile_mode="default")).compile_mode == "default"
     with pytest.raises(ConfigError, match=r"^compile.mode=default does not work with driver=generate"):
         build_plan(experiment(driver="generate", compile_mode="default"))
+    # Whether the driver has the mode or not.
+    with pytest.raises(NotApplicableError, match=r"compile\.mode='max_autotune' needs a CUDA device"):
+        build_plan(experiment(driver="generate", compile_mode="max_autotune"))
+    with pytest.raises(NotApplicableError, match=r"compile.fusion='layers' needs a CUDA device"):
+        build_plan(compiled(fusion="layers"))
 
 
-@pytest.mark.parametrize(
-    ("compiler", "said"),
-    [
-        ("no-such-compiler", r"compiles C\+\+ .* CXX, or use 'eager'"),
-        ("/bin/true", "/bin/true is no C"),
-    ],
-)
-def test_a_cpu_without_compiler_is_told_before_anything_is_loaded(compiler, said):
+def test_a_cpu_without_compiler_is_told_before_anything_is_loaded():
     cpp_builder.cpp_compiler_search.cache_clear()
-    with inductor_config.patch({"cpp.cxx": (compiler,)}):
-        with pytest.raises(NotApplicableError, match=said):
+    with inductor_config.patch({"cpp.cxx": ("no-such-compiler",)}):
+        with pytest.raises(NotApplicableError, match=r"compiles C\+\+ .* CXX, or use 'eager'"):
             build_plan(compiled(mode="default"))
         assert build_plan(compiled(mode="eager")).compile_mode == "eager"
         assert build_plan(experiment(driver="vllm", compile_mode="default")).compile_mode == "default"
@@ -97,17 +87,30 @@ def test_a_cpu_without_compiler_is_told_before_anything_is_loaded(compiler, said
 # Decoding
 
 
-def test_how_the_engine_decodes_is_in_the_plan_of_its_own_steps_alone():
-    written = build_plan(compiled(batch_shape="full", **DECODE)).to_dict()
+def test_how_the_engine_decodes_is_in_the_plan_and_reaches_the_driver_where_it_has_an_effect(monkeypatch):
+    seen = []
+    monkeypatch.setattr(sync, "SyncCBDriver", lambda model, generation, config: seen.append(config))
+    for config in (compiled(mode="default", **DECODE), compiled("sdpa", max_burst=9), compiled()):
+        build_driver(*load(config), (3,), 0)
+    own, foreign, default = seen
+    assert {key: getattr(own, key) for key in DECODE} == DECODE
+    assert (own.compile_mode, own.attn_implementation, own.batch_shape) == ("default", "cbexp", "buckets")
+    assert (own.max_new_tokens, own.max_requests_per_batch, own.eos_token_id) == (8, 20, (3,))
+    assert (foreign.attn_implementation, foreign.compile_mode, foreign.max_burst) == ("sdpa", "eager", 128)
+    assert [config.recompile_limit for config in seen] == [256, None, None]
+    assert default.num_blocks == 20
+    written = build_plan(compiled(**DECODE)).to_dict()
     assert {key: written[key] for key in DECODE} == DECODE
-    assert written["batch_shape"] == "full"
     for config in (experiment(driver="manager"), experiment(driver="generate"), compiled("sdpa")):
-        assert not {"batch_shape", *DECODE} & set(build_plan(config).to_dict())
+        assert not DECODE.keys() & build_plan(config).to_dict().keys()
 
 
-def test_fused_layers_need_a_gpu():
-    with pytest.raises(NotApplicableError, match=r"compile.fusion='layers' needs a CUDA device"):
-        build_plan(compiled(fusion="layers"))
+def test_the_manager_gets_the_longest_request(monkeypatch):
+    seen = []
+    monkeypatch.setattr(manager, "ManagerDriver", lambda model, config, **options: seen.append(options))
+    plan, loaded, prompts = load(experiment(driver="manager"))
+    build_driver(plan, loaded, prompts, (), 0)
+    assert seen == [{"max_request_tokens": max(map(len, prompts.prompt_ids)) + 8}]
 
 
 def test_buckets_bound_the_batch_and_idle_ones_are_named():
@@ -121,88 +124,54 @@ def test_buckets_bound_the_batch_and_idle_ones_are_named():
         assert warning == f"compile.buckets: {idle} have no effect with compile.batch_shape={shape} {batches}"
 
 
-@pytest.mark.parametrize(
-    ("mode", "fusion", "device", "dtype", "is_idle"),
-    [
-        ("eager", "auto", CPU, torch.float32, True),
-        ("eager", "auto", CPU, torch.bfloat16, True),
-        ("eager", "none", CPU, torch.float32, True),
-        ("eager", "projections", CPU, torch.float32, False),
-        ("default", "none", CPU, torch.float32, False),
-        ("eager", "auto", CUDA, torch.float32, True),
-        ("eager", "auto", CUDA, torch.bfloat16, False),
-        ("eager", "none", CUDA, torch.bfloat16, True),
-        ("cuda_graph", "none", CUDA, torch.bfloat16, False),
-    ],
-)
-def test_a_self_check_that_has_nothing_to_check(mode, fusion, device, dtype, is_idle):
-    settings = CBSyncConfig(compile_mode=mode, fusion=fusion, self_check=False)
-    assert len(find_idle_self_check(settings, device, dtype)) == is_idle
-    assert find_idle_self_check(dataclasses.replace(settings, self_check=True), device, dtype) == []
+def test_a_self_check_that_has_nothing_to_check():
+    def is_idle(mode, fusion, device, dtype=torch.bfloat16, is_on=False):
+        settings = CBSyncConfig(compile_mode=mode, fusion=fusion, self_check=is_on)
+        return find_idle_self_check(settings, device, dtype) != []
 
-
-def test_an_idle_self_check_is_among_the_settings_without_effect():
+    assert is_idle("eager", "auto", CPU)
+    assert is_idle("eager", "none", CUDA)
+    assert is_idle("eager", "auto", CUDA, torch.float32)
+    assert not is_idle("eager", "auto", CUDA)
+    assert not is_idle("eager", "projections", CPU)
+    assert not is_idle("cuda_graph", "none", CUDA)
+    assert not is_idle("eager", "auto", CPU, is_on=True)
     (idle,) = build_plan(compiled(self_check=False)).idle
-    assert str(idle) == (
-        "compile.self_check=False has no effect with compile.mode=eager and nothing fused: nothing is checked."
-    )
-    (idle,) = build_plan(compiled("sdpa", self_check=False)).idle
-    assert "model.attn_implementation=sdpa" in idle.reason
-
-
-def test_settings_reach_the_driver(monkeypatch):
-    seen = []
-    monkeypatch.setattr(sync, "SyncCBDriver", lambda model, generation, config: seen.append(config))
-    for config in (compiled(mode="default", **DECODE), compiled("sdpa"), compiled()):
-        build_driver(*load(config), (3,), 0)
-    own, foreign, default = seen
-    assert {key: getattr(own, key) for key in DECODE} == DECODE
-    assert (own.compile_mode, own.attn_implementation, own.batch_shape) == ("default", "cbexp", "buckets")
-    assert (own.max_new_tokens, own.max_requests_per_batch, own.eos_token_id) == (8, 20, (3,))
-    assert (foreign.attn_implementation, foreign.compile_mode, foreign.buckets) == ("sdpa", "eager", None)
-    assert [config.recompile_limit for config in seen] == [256, None, None]
-    assert default.num_blocks == 20
-
-
-def test_the_manager_gets_the_longest_request(monkeypatch):
-    seen = []
-    monkeypatch.setattr(manager, "ManagerDriver", lambda model, config, **options: seen.append(options))
-    plan, loaded, prompts = load(experiment(driver="manager", lengths=(5, 12)))
-    build_driver(plan, loaded, prompts, (), 0)
-    assert seen == [{"max_request_tokens": max(map(len, prompts.prompt_ids)) + 8}]
+    assert str(idle).endswith("with compile.mode=eager and nothing fused: nothing is checked.")
 
 
 # The compile cache
 
 
-def test_cache_folders_hold_for_the_body_alone(tmp_path):
-    with compile_environment(CompileConfig(cache_dir=str(tmp_path / "compiled")), "default"):
-        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "compiled" / "inductor")
-        assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "compiled" / "triton")
-        assert describe_compile_cache()["num_bytes"] == 0
-    assert not any(name in os.environ for name in FOLDERS)
+def test_cache_folders_and_recompile_limit_hold_for_the_body_of_a_mode_that_compiles(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    before = torch._dynamo.config.recompile_limit
+    for mode, limit in (("default", before + 1), ("eager", before)):
+        with compile_environment(CompileConfig(cache_dir="~/compiled", recompile_limit=before + 1), mode):
+            folders = [str(tmp_path / "compiled" / part) for part in ("inductor", "triton")]
+            assert [os.environ[name] for name in FOLDERS] == folders
+            assert describe_compile_cache()["num_bytes"] == 0
+            assert torch._dynamo.config.recompile_limit == limit
+        assert not any(name in os.environ for name in FOLDERS)
+        assert torch._dynamo.config.recompile_limit == before
 
 
 def test_the_users_own_folder_goes_before_and_is_kept(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "own"))
-    with compile_environment(CompileConfig(cache_dir=str(tmp_path / "ours")), "default"):
-        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "own")
-        assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "ours" / "triton")
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "own")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/own")
+    with compile_environment(CompileConfig(cache_dir=str(tmp_path)), "default"):
+        assert [os.environ[name] for name in FOLDERS] == ["/own", str(tmp_path / "triton")]
+    assert [os.environ.get(name) for name in FOLDERS] == ["/own", None]
     warnings = build_plan(compiled(mode="default", cache_dir="ours")).warnings
     assert warnings == ["compile.cache_dir=ours gives way to TORCHINDUCTOR_CACHE_DIR of the environment."]
     assert build_plan(compiled(mode="default")).warnings == []
 
 
 def test_a_folder_that_pytorch_itself_has_named_is_not_the_users(tmp_path, monkeypatch):
-    from torch._inductor.runtime.cache_dir_utils import cache_dir, triton_cache_dir
-
-    monkeypatch.setenv("TRITON_CACHE_DIR", triton_cache_dir(0))
+    monkeypatch.setenv("TRITON_CACHE_DIR", triton_cache_dir(0))  # names the other one too
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == cache_dir()
-    assert list_overriding_variables() == []
     with compile_environment(CompileConfig(cache_dir=str(tmp_path)), "default"):
-        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "inductor")
-        assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "triton")
+        assert [os.environ[name] for name in FOLDERS] == [f"{tmp_path}/inductor", f"{tmp_path}/triton"]
+    assert build_plan(compiled(mode="default", cache_dir="ours")).warnings == []
 
 
 def test_without_a_folder_pytorch_chooses_and_its_choice_is_not_kept():
@@ -212,106 +181,63 @@ def test_without_a_folder_pytorch_chooses_and_its_choice_is_not_kept():
     assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
 
 
-def test_home_is_where_it_is_by_default(monkeypatch, tmp_path):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    with compile_environment(CompileConfig(), "default"):
-        assert Path(os.environ["TRITON_CACHE_DIR"]) == tmp_path / ".cache" / "cbexp" / "compile" / "triton"
-
-
 def test_size_counts_every_file_once(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    folders = [str(tmp_path), str(tmp_path / "triton")]
+    for name, folder in zip(FOLDERS, folders, strict=True):
+        monkeypatch.setenv(name, folder)
     (tmp_path / "triton" / "deep").mkdir(parents=True)
     (tmp_path / "triton" / "deep" / "kernel").write_bytes(b"x" * 100)
     (tmp_path / "code").write_bytes(b"x" * 10)
-    folders = [str(tmp_path), str(tmp_path / "triton")]
     assert describe_compile_cache() == {"folders": folders, "num_bytes": 110}
 
 
-@pytest.mark.parametrize(
-    ("folder", "reason"),
-    [
-        ("{}/file/inside", "Not a directory"),
-        ("{}/file", "File exists"),
-        ("/proc/none", "(No such file|Permission)"),
-    ],
-)
-def test_folder_that_cannot_be_written_is_refused(tmp_path, folder, reason):
+def test_folder_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    folder = folder.format(tmp_path)
-    message = rf"compile\.cache_dir={folder} cannot be written \({reason}"
-    with (
-        pytest.raises(ConfigError, match=message),
-        compile_environment(CompileConfig(cache_dir=folder), "default"),
-    ):
+    config = CompileConfig(cache_dir=str(tmp_path / "file" / "inside"))
+    message = rf"compile\.cache_dir={config.cache_dir} cannot be written \(Not a directory"
+    with pytest.raises(ConfigError, match=message), compile_environment(config, "default"):
         pass
 
 
-def out_of_space(kind: str) -> Exception:
-    """As it comes from a compiler: Triton's, PyTorch's, and a C++ compiler's."""
-    full = OSError(errno.ENOSPC, "No space left on device")
-    if kind == "plain":
-        return full
+def compiler_error(cause):
     error = EngineError("cannot compile")
-    error.__cause__ = (
-        InductorError(full, None) if kind == "inductor" else RuntimeError("ld: No space left on device")
-    )
+    error.__cause__ = cause
     return error
 
 
-@pytest.mark.parametrize("kind", ["plain", "inductor", "compiler"])
-def test_a_full_compile_cache_is_named(tmp_path, kind):
-    config = CompileConfig(cache_dir=str(tmp_path / "small"))
-    message = rf"compile\.cache_dir={tmp_path}/small: no space is left .* in {tmp_path}/small/inductor and "
-    with (
-        pytest.raises(ConfigError, match=message),
-        compile_environment(config, "default"),
-        explaining_full_cache(config),
-    ):
-        raise out_of_space(kind)
-
-
-def test_other_errors_of_a_compiler_are_left_alone():
-    error = EngineError("cannot compile")
-    error.__cause__ = OSError(errno.EACCES, "no")
-    with pytest.raises(EngineError) as caught, explaining_full_cache(CompileConfig()):
-        raise error
-    assert caught.value is error
-
-
-def test_a_run_names_its_full_compile_cache(tmp_path, monkeypatch):
-    def warmup(driver):
-        raise out_of_space("plain")
-
-    monkeypatch.setattr(SyncCBDriver, "warmup", warmup)
-    for mode, status in (("default", "bad_config"), ("eager", "failed")):
-        config = compiled(mode=mode, cache_dir=str(tmp_path / "small"))
-        outcome = run_experiment(config, tmp_path / mode, [])
-        assert (outcome.status, "compile.cache_dir=" in outcome.message) == (status, mode == "default")
-
-
-def test_the_recompile_limit_holds_for_the_body_of_a_mode_that_compiles():
-    before = torch._dynamo.config.recompile_limit
-    for mode, limit in (("default", before + 1), ("eager", before)):
-        with compile_environment(CompileConfig(recompile_limit=before + 1), mode):
-            assert torch._dynamo.config.recompile_limit == limit
-        assert torch._dynamo.config.recompile_limit == before
+FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.mark.parametrize(
-    ("mode", "driver", "device", "expected"),
+    ("mode", "error", "status"),
     [
-        ("eager", "sync", CPU, False),
-        ("default", "sync", CPU, True),
-        ("eager", "sync", CUDA, True),
-        ("cuda_graph", "sync", CUDA, True),
-        ("cuda_graph", "manager", CUDA, False),
-        ("default", "manager", CPU, True),
-        ("default", "vllm", CPU, False),
+        ("default", FULL, "bad_config"),  # Triton's
+        ("default", compiler_error(InductorError(FULL, None)), "bad_config"),
+        ("default", compiler_error(RuntimeError("ld: No space left on device")), "bad_config"),
+        ("default", compiler_error(OSError(errno.EACCES, "no")), "failed"),
+        ("eager", FULL, "failed"),
     ],
 )
-def test_what_uses_the_compile_cache(mode, driver, device, expected):
-    assert uses_compile_cache(mode, DRIVERS[driver], device) is expected
+def test_a_run_names_its_full_compile_cache(tmp_path, monkeypatch, mode, error, status):
+    def warmup(driver):
+        raise error
+
+    monkeypatch.setattr(SyncCBDriver, "warmup", warmup)
+    outcome = run_experiment(compiled(mode=mode, cache_dir=str(tmp_path / "small")), tmp_path / "run", [])
+    assert outcome.status == status
+    folder = tmp_path / "small"
+    said = f"compile.cache_dir={folder}: no space is left for compiled code in {folder}/inductor and "
+    assert (said in outcome.message) == (status == "bad_config")
+
+
+def test_what_uses_the_compile_cache():
+    def uses(mode, driver, device):
+        return uses_compile_cache(mode, DRIVERS[driver], device)
+
+    assert uses("default", "sync", CPU) and uses("default", "manager", CPU) and uses("eager", "sync", CUDA)
+    assert not uses("eager", "sync", CPU)
+    assert not uses("cuda_graph", "manager", CUDA)
+    assert not uses("default", "vllm", CPU)
 
 
 # The roofline

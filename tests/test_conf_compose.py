@@ -30,7 +30,6 @@ from cbexp.sweep.cells import hash_config
 CHOICES = sorted(
     (path.parent.name, path.stem) for path in conf_dir().glob("*/*.yaml") if path.parent.parent == conf_dir()
 )
-MODELS = [choice for group, choice in CHOICES if group == "model"]
 EXPERIMENTS = [choice for group, choice in CHOICES if group == "experiment"]
 # What a choice cannot know: a user must say it.
 NEEDS = {
@@ -38,22 +37,14 @@ NEEDS = {
     ("dataset", "jsonl"): ["dataset.path=rows.jsonl"],
     ("dataset", "synthetic_file"): ["dataset.lengths_file=lengths.txt"],
 }
-MULTIRUN_EXPERIMENTS = {
-    "compile_modes": ("compile.mode", ("auto", *COMPILE_MODES)),
-    "batch_shapes": ("compile.batch_shape", get_args(BatchShape)),
-    "batch_scaling": ("dataset.num_prompts", (1, 2, 4, 8, 16, 32, 64, 128, 256)),
-    "cache_sizes": ("cache.num_tokens", (4096, 8192, 16384, 32768, 65536, 131072)),
-    "drivers": ("driver.name", DRIVERS),
-    "lora_overhead": ("adapter.merged", (False, False, True)),
-    "seeds": ("seed", (0, 1, 2, 3, 4)),
+# What an experiment sweeps over that has all values there are.
+SWEPT = {
+    "compile_modes": ("compile.mode", ["auto", *COMPILE_MODES]),
+    "batch_shapes": ("compile.batch_shape", [*get_args(BatchShape)]),
+    "drivers": ("driver.name", [*DRIVERS]),
 }
-SINGLE_EXPERIMENTS = {
-    "smoke": 16,
-    "rollout_32": 512,
-    "rollout_32x8": 512,
-    "rollout_256": 512,
-    "rollout_natural": 8192,
-}
+# Single runs, and how many new tokens a request may have.
+SINGLE = {"smoke": 16, "rollout_32": 512, "rollout_32x8": 512, "rollout_256": 512, "rollout_natural": 8192}
 IDENTITIES = ("name", "kind", "mode")
 # A choice that is another one with more settings.
 OTHER_IDENTITY = {("adapter", "lora_merged"): "lora"}
@@ -74,90 +65,56 @@ def compose(*overrides) -> ExperimentConfig:
     return job.config
 
 
-def test_every_group_has_choices():
-    assert {group for group, _ in CHOICES} == {
-        "adapter", "cache", "compile", "dataset", "driver", "experiment", "model", "sampling", "tracking",
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize(("group", "choice"), [pair for pair in CHOICES if pair[0] != "experiment"])
-def test_shipped_choice_has_its_name_leaves_nothing_idle_and_repeats_no_default(group, choice):
+def test_shipped_choice_has_its_name_and_leaves_nothing_idle(group, choice):
     config = compose(f"{group}={choice}", *NEEDS.get((group, choice), []))
     settings = getattr(config, group)
     identity = next(getattr(settings, key) for key in IDENTITIES if hasattr(settings, key))
     assert identity == OTHER_IDENTITY.get((group, choice), choice)
     assert find_idle_settings(config) == []
-    written = yaml.safe_load(Path(conf_dir(), group, f"{choice}.yaml").read_text())
-    default, may_repeat = getattr(ExperimentConfig(), group), (*IDENTITIES, "defaults", "name_or_path")
-    own = {key: value for key, value in written.items() if key not in may_repeat}
-    assert [key for key, value in own.items() if value == getattr(default, key)] == []
+    if group == "model" and choice != "tiny":
+        assert (config.dataset.name, config.max_new_tokens) == ("dapo_math", 512)
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_shipped_experiment_has_its_name_leaves_nothing_idle_and_sweeps_one_setting_at_most(experiment):
     command = check(f"experiment={experiment}")
-    assert command.is_multirun == (experiment in MULTIRUN_EXPERIMENTS)
+    assert command.is_multirun == (experiment not in SINGLE)
     for job in command.jobs:
         assert job.config.name == experiment
         assert find_idle_settings(job.config) == []
-    if command.is_multirun:
-        key, values = MULTIRUN_EXPERIMENTS[experiment]
-        assert tuple(operator.attrgetter(key)(job.config) for job in command.jobs) == tuple(values)
-        first, *others = ([text for text in job.own_overrides if "=" in text][1:] for job in command.jobs)
-        assert all(other == first for other in others)
+    first, *others = ([text for text in job.own_overrides if "=" in text][1:] for job in command.jobs)
+    assert all(other == first for other in others)
+    if experiment in SWEPT:
+        key, values = SWEPT[experiment]
+        assert [operator.attrgetter(key)(job.config) for job in command.jobs] == values
 
 
-def test_every_compile_mode_driver_and_tracking_mode_is_a_choice():
-    for group, values in (
-        ("compile", {"auto", *COMPILE_MODES}),
-        ("driver", DRIVERS),
-        ("tracking", TRACKING_MODES),
-    ):
-        assert {choice for own, choice in CHOICES if own == group} == set(values)
-
-
-def test_every_dataset_kind_is_used():
+def test_every_compile_mode_driver_tracking_mode_and_dataset_kind_is_a_choice():
+    found = {group: {choice for own, choice in CHOICES if own == group} for group, _ in CHOICES}
+    assert found.keys() >= {"adapter", "cache", "experiment", "model", "sampling"}
+    assert found["compile"] == {"auto", *COMPILE_MODES}
+    assert found["driver"] == set(DRIVERS)
+    assert found["tracking"] == set(TRACKING_MODES)
     kinds = {yaml.safe_load(path.read_text())["kind"] for path in conf_dir().glob("dataset/*.yaml")}
     assert kinds == set(DATASET_KINDS)
 
 
-def test_plain_command_is_the_tiny_model_on_arithmetic():
-    config = compose()
-    assert (config.model.name_or_path, config.dataset.kind, config.dataset.verifier) == (
-        "builtin:tiny", "arithmetic", "arithmetic",
-    )  # fmt: skip
-    assert config.driver.name == "sync"
-    assert config.max_new_tokens < 512
-
-
-@pytest.mark.parametrize("model", [name for name in MODELS if name != "tiny"])
-def test_other_models_bring_dapo_math_and_512_tokens(model):
-    config = compose(f"model={model}", *NEEDS.get(("model", model), []))
-    assert (config.dataset.name, config.max_new_tokens) == ("dapo_math", 512)
-
-
 @pytest.mark.parametrize("model", ["tiny", "qwen3_4b"])
-@pytest.mark.parametrize("experiment", SINGLE_EXPERIMENTS)
+@pytest.mark.parametrize("experiment", SINGLE)
 def test_experiment_wins_over_what_a_model_brings(model, experiment):
-    config = compose(f"experiment={experiment}", f"model={model}", *NEEDS.get(("model", model), []))
+    config = compose(f"experiment={experiment}", f"model={model}")
     assert config.dataset.kind == "synthetic"
     assert config.model.name == model
-    assert config.max_new_tokens == SINGLE_EXPERIMENTS[experiment]
+    assert config.max_new_tokens == SINGLE[experiment]
 
 
-def test_order_on_the_command_line_does_not_matter():
-    assert compose("model=tiny", "experiment=smoke") == compose("experiment=smoke", "model=tiny")
-
-
-@pytest.mark.parametrize("experiment", ["smoke", "rollout_32"])
-@pytest.mark.parametrize("model", ["tiny", "qwen3_4b"])
-def test_command_line_wins_over_model_and_experiment(model, experiment):
-    config = compose(
-        f"experiment={experiment}", "dataset=gsm8k", f"model={model}", "sampling.max_new_tokens=999"
-    )
-    assert config.dataset.name == "gsm8k"
-    assert config.max_new_tokens == 999
-    assert compose(f"model={model}", "dataset=gsm8k").dataset.name == "gsm8k"
+def test_command_line_wins_over_model_and_experiment_in_any_order():
+    own = ["dataset=gsm8k", "sampling.max_new_tokens=999"]
+    config = compose("experiment=smoke", *own, "model=qwen3_4b")
+    assert (config.dataset.name, config.max_new_tokens) == ("gsm8k", 999)
+    assert config == compose("model=qwen3_4b", "experiment=smoke", *own)
+    assert compose("model=qwen3_4b", "dataset=gsm8k").dataset.name == "gsm8k"
 
 
 @pytest.mark.parametrize(
@@ -173,37 +130,14 @@ def test_rollout_workloads_have_their_known_size(experiment, num_prompts, num_to
     assert (config.cache.block_sharing, config.max_new_tokens) == ("off", 512)
 
 
-def test_every_experiment_is_a_single_run_or_a_multirun():
-    assert set(EXPERIMENTS) == {*SINGLE_EXPERIMENTS, *MULTIRUN_EXPERIMENTS}
-
-
-def test_lora_overhead_has_a_cell_without_adapter():
-    jobs = check("experiment=lora_overhead").jobs
-    assert [job.config.adapter.kind for job in jobs] == ["none", "lora", "lora"]
-
-
-def test_drivers_run_the_prompts_of_rollout_32():
-    (rollout,) = check("experiment=rollout_32").jobs
-    sync = check("experiment=drivers").jobs[0]
-    assert hash_config(sync.config) == hash_config(rollout.config)
-
-
-@pytest.mark.parametrize(
-    ("choice", "names"),
-    [
-        ("rollout_32,rollout_256", ["rollout_32", "rollout_256"]),
-        ("glob(rollout_32*)", ["rollout_32", "rollout_32x8"]),
-    ],
-)
-def test_experiments_make_a_sweep_that_is_no_grid(choice, names):
-    command = check("-m", f"experiment={choice}")
-    assert [job.config.name for job in command.jobs] == names
+def test_experiments_make_a_sweep_that_is_no_grid_but_for_those_that_are_sweeps():
+    command = check("-m", "experiment=glob(rollout_32*)")
+    assert [job.config.name for job in command.jobs] == ["rollout_32", "rollout_32x8"]
     assert command.output_dir.parent == Path("outputs/default")
-
-
-def test_experiments_that_are_sweeps_cannot_be_swept_over():
     with pytest.raises(ConfigError, match="experiment=drivers lists a sweep of its own"):
         check("-m", "experiment=rollout_32,drivers")
+    sync = check("experiment=drivers").jobs[0]
+    assert hash_config(sync.config) == command.jobs[0].cell_hash
 
 
 def test_natural_rollouts_have_their_known_lengths():
@@ -218,15 +152,10 @@ def test_natural_rollouts_have_their_known_lengths():
     assert config.cache.max_requests_per_batch == 256 < len(limits)
 
 
-def test_compile_modes_can_be_narrowed():
-    narrowed = check("experiment=compile_modes", "compile=eager,default")
-    assert [job.config.compile.mode for job in narrowed.jobs] == ["eager", "default"]
-
-
+# Parameters counted over the published checkpoints' tensors, tied embeddings once.
 @pytest.mark.parametrize(
     ("model", "num_parameters"),
     [
-        # Counted over the published checkpoints' tensors, tied embeddings once.
         ("qwen3_0_6b", 596_049_920),
         ("qwen3_4b", 4_022_468_096),
         ("qwen3_8b", 8_190_735_360),

@@ -1,10 +1,11 @@
 """The schema's own checks, what the engine refuses, and the settings that have no effect in their combination."""
 
-import json
 import subprocess
 import sys
+from typing import get_type_hints
 
 import pytest
+import yaml
 
 from cbexp.config import (
     AdapterConfig,
@@ -18,14 +19,15 @@ from cbexp.config import (
     SamplingConfig,
     TrackingConfig,
     find_idle_settings,
-    to_plain_dict,
 )
-from cbexp.engine.types import ENGINE_ATTENTION
 from cbexp.errors import ConfigError
 
 SYNTHETIC = {"name": "synthetic", "kind": "synthetic", "min_length": 4, "max_length": 8}
 HUB = {"name": "rows", "kind": "hub", "path": "org/rows", "split": "train", "prompt_field": "question"}
 JSONL = {"name": "jsonl", "kind": "jsonl", "path": "rows.jsonl", "prompt_field": "prompt"}
+EIGHT, RANGE = DatasetConfig(num_generations=8), DatasetConfig(**SYNTHETIC)
+LORA = AdapterConfig(kind="lora")
+LIMITS = {"max_new_tokens_file": "limits.json"}
 DECODE = {
     "fusion": "projections",
     "batch_shape": "full",
@@ -34,90 +36,66 @@ DECODE = {
     "self_check": False,
 }
 FOREIGN = ModelConfig(name_or_path="a/b", attn_implementation="sdpa")
+OUT_OF_RANGE = """
+    adapter.alpha=0 adapter.rank=0 cache.block_sharing=maybe cache.num_tokens=0 cache.scheduler=lifo
+    compile.batch_shape=bucket compile.fusion=projection compile.mode=reduce-overhead dataset.kind=arithmatic
+    dataset.num_generations=0 dataset.num_prompts=0 dataset.verifier=maths driver.name=sglang isolation=thread
+    model.default_max_new_tokens=0 model.dtype=bf16 model.init=zeros model.num_threads=0 num_rounds=0
+    num_warmup_rounds=-1 sampling.new_tokens_seed=-1 sampling.pad_token_id=-1 sampling.sigma_new_tokens=-0.1 seed=-1
+    tracking.max_logged_completions=0 tracking.mode=remote tracking.project=
+"""
 RANDOM = ModelConfig(name_or_path="a/b", init="random", revision="v", architecture={"model_type": "x"})
+
+
+@pytest.mark.parametrize("given", OUT_OF_RANGE.split())
+def test_numbers_have_a_least_value_and_names_are_choices(given):
+    key, _, value = given.partition("=")
+    group, _, name = key.rpartition(".")
+    schema = get_type_hints(ExperimentConfig)[group] if group else ExperimentConfig
+    with pytest.raises(ConfigError, match=f"^{given.rstrip('=')} is (too small|not a choice|not set)"):
+        schema(**{name: yaml.safe_load(value)})
 
 
 @pytest.mark.parametrize(
     ("group", "settings", "fragments"),
     [
         (ModelConfig, {}, ["model.name_or_path is not set", "model.name_or_path=org/name"]),
-        (ModelConfig, {"name_or_path": "a/b", "dtype": "bf16"}, ["model.dtype=bf16", "bfloat16", "float32"]),
         (ModelConfig, {"name_or_path": "a/b", "device": "gpu"}, ["model.device=gpu", "cuda:INDEX"]),
         (ModelConfig, {"name": "hf", "init": "random"}, ["model.init=random", "model=hf", "architecture"]),
         (
             ModelConfig,
             {"name_or_path": "builtin:tiny", "revision": "v1"},
-            ["model.revision=v1", "builtin:tiny"],
+            ["model.revision=v1", "comes with"],
         ),
-        (AdapterConfig, {"kind": "lora", "rank": 0}, ["adapter.rank=0", "at least 1"]),
         (AdapterConfig, {"kind": "lora", "target_modules": []}, ["adapter.target_modules=[]"]),
-        (DatasetConfig, {"kind": "arithmatic"}, ["Did you mean 'arithmetic'?"]),
-        (DatasetConfig, {"num_prompts": 0}, ["dataset.num_prompts=0", "at least 1"]),
         (DatasetConfig, {"path": "x"}, ["dataset.path=x has no effect", "kind arithmetic"]),
-        (DatasetConfig, {"min_length": 3}, ["dataset.min_length=3 has no effect"]),
         (DatasetConfig, JSONL | {"min_length": 3}, ["dataset.min_length=3 has no effect", "kind jsonl"]),
-        (DatasetConfig, JSONL | {"split": "train"}, ["dataset.split=train has no effect"]),
         (DatasetConfig, JSONL | {"path": None}, ["dataset.path is not set"]),
         (DatasetConfig, JSONL | {"prompt_field": None}, ["dataset.prompt_field is not set"]),
         (DatasetConfig, JSONL | {"verifier": "math"}, ["dataset.answer_field is not set", "verifier=math"]),
         (DatasetConfig, HUB | {"split": None}, ["dataset.split is not set"]),
-        (DatasetConfig, SYNTHETIC | {"verifier": "math"}, ["dataset.verifier=math has no effect"]),
-        (DatasetConfig, SYNTHETIC | {"system_prompt": "Hi"}, ["dataset.system_prompt=Hi has no effect"]),
         (DatasetConfig, SYNTHETIC | {"max_length": None}, ["dataset.max_length is not set"]),
         (DatasetConfig, SYNTHETIC | {"max_length": 3}, ["dataset.max_length=3", "at least 4"]),
-        (DatasetConfig, SYNTHETIC | {"min_length": 0}, ["dataset.min_length=0", "at least 1"]),
         (DatasetConfig, SYNTHETIC | {"lengths_file": "f"}, ["excludes", "dataset=synthetic_file"]),
         (SamplingConfig, {"eos_token_ids": []}, ["sampling.eos_token_ids=[]", "ignore_eos=true"]),
-        (SamplingConfig, {"eos_token_ids": [-1]}, ["sampling.eos_token_ids=-1"]),
-        (
-            SamplingConfig,
-            {"max_new_tokens": 9, "max_new_tokens_file": "f.json"},
-            ["sampling.max_new_tokens=9", "max_new_tokens_file", "exclude each other"],
-        ),
-        (
-            SamplingConfig,
-            {"median_new_tokens": 9, "max_new_tokens_file": "f.json"},
-            ["sampling.median_new_tokens=9", "exclude each other"],
-        ),
+        (SamplingConfig, LIMITS | {"max_new_tokens": 9}, ["sampling.max_new_tokens=9", "exclude each"]),
+        (SamplingConfig, LIMITS | {"median_new_tokens": 9}, ["sampling.median_new_tokens=9", "exclude each"]),
         (SamplingConfig, {"median_new_tokens": 9}, ["max_new_tokens is not set", "median_new_tokens=9"]),
         (SamplingConfig, {"median_new_tokens": 9, "max_new_tokens": 8}, ["max_new_tokens=8", "at least 9"]),
-        (SamplingConfig, {"sigma_new_tokens": -0.1}, ["sampling.sigma_new_tokens=-0.1"]),
-        (CacheConfig, {"block_sharing": "On"}, ["cache.block_sharing=On", "auto, on, off"]),
-        (CacheConfig, {"num_tokens": 0}, ["cache.num_tokens=0", "at least 1"]),
         (CacheConfig, {"max_batch_tokens": 8, "max_requests_per_batch": 9}, ["cache.max_batch_tokens=8"]),
         (CacheConfig, {"max_memory_fraction": 0.95}, ["cache.max_memory_fraction=0.95", "(0, 0.9]"]),
-        (CacheConfig, {"scheduler": "lifo"}, ["cache.scheduler=lifo", "fifo, prefill_first"]),
-        (CompileConfig, {"mode": "reduce-overhead"}, ["Did you mean 'reduce_overhead'?", "auto, eager"]),
-        (CompileConfig, {"fusion": "projection"}, ["Did you mean 'projections'?"]),
-        (CompileConfig, {"batch_shape": "bucket"}, ["natural, buckets, full"]),
         (CompileConfig, {"cache_dir": ""}, ["compile.cache_dir is empty", "null"]),
-        (DriverConfig, {"name": "sglang"}, ["driver.name=sglang", "sync, manager, generate, vllm"]),
         (DriverConfig, {"name": "vllm", "start_timeout_s": 0}, ["driver.start_timeout_s=0", "more than 0"]),
-        (TrackingConfig, {"project": ""}, ["tracking.project is not set"]),
         (ArtifactsConfig, {"completions": "some"}, ["artifacts.completions=some", "all, none or a number"]),
-        (ArtifactsConfig, {"completions": "²"}, ["artifacts.completions=²"]),
         (ExperimentConfig, {"name": "../up"}, ["name='../up'"]),
-        (ExperimentConfig, {"num_rounds": 0}, ["num_rounds=0"]),
-        (ExperimentConfig, {"seed": -1}, ["seed=-1"]),
-        (
-            ExperimentConfig,
-            {"driver": DriverConfig(name="vllm"), "adapter": AdapterConfig(kind="lora")},
-            ["adapter=lora does not work with driver=vllm"],
-        ),
-        (
-            ExperimentConfig,
-            {"cache": CacheConfig(max_requests_per_batch=4), "dataset": DatasetConfig(num_generations=8)},
-            ["cache.max_requests_per_batch=4", "dataset.num_generations=8"],
-        ),
-        (
-            ExperimentConfig,
-            {
-                "cache": CacheConfig(num_tokens=107),
-                "dataset": DatasetConfig(**SYNTHETIC),
-                "sampling": SamplingConfig(max_new_tokens=100),
-            },
-            ["cache.num_tokens=107", "needs 108"],
-        ),
+        (ExperimentConfig, {"cell_timeout_s": 0}, ["cell_timeout_s=0", "seconds above 0"]),
+        (ExperimentConfig, {"cell_timeout_s": 3, "isolation": "none"}, ["no effect with isolation=none"]),
+        (ExperimentConfig, {"resume": ""}, ["resume is not set"]),
+        (ExperimentConfig, {"resume": "latest", "dry_run": True}, ["no effect with dry_run=true"]),
+        (ExperimentConfig, {"resume_force": True}, ["no effect without resume"]),
+        (ExperimentConfig, {"driver": DriverConfig("vllm"), "adapter": LORA}, ["lora does not work with"]),
+        (ExperimentConfig, {"cache": CacheConfig(max_requests_per_batch=4), "dataset": EIGHT}, ["batch=4"]),
+        (ExperimentConfig, {"cache": CacheConfig(num_tokens=519), "dataset": RANGE}, ["needs 520"]),
     ],
 )
 def test_bad_setting_says_what_is_wrong_and_what_would_be_right(group, settings, fragments):
@@ -131,25 +109,9 @@ def test_bad_setting_says_what_is_wrong_and_what_would_be_right(group, settings,
     [
         ({"compile": CompileConfig(buckets=[8, 4])}, r"^compile.buckets=\[8, 4\] must be batch sizes"),
         ({"compile": CompileConfig(max_burst=0)}, "^compile.max_burst=0 is too small"),
-        ({"compile": CompileConfig("default", recompile_limit=0)}, "^compile.recompile_limit=0 is too small"),
-        ({"cache": CacheConfig(page_size=3)}, "^cache.page_size=3 is too small"),
-        ({"sampling": SamplingConfig(max_new_tokens=0)}, "^sampling.max_new_tokens=0 is too small"),
-        (
-            {"compile": CompileConfig(buckets=[1, 4]), "cache": CacheConfig(max_requests_per_batch=5)},
-            "^compile.buckets end at 4, and a batch may have max_requests_per_batch=5",
-        ),
-        (
-            {"compile": CompileConfig(buckets=[1, 4]), "dataset": DatasetConfig(num_generations=8)},
-            "^compile.buckets end at 4, and a batch may have max_requests_per_batch=8",
-        ),
-        ({"compile": CompileConfig("default"), "model": FOREIGN}, "^compile.mode='default' .* not 'sdpa'"),
-        ({"compile": CompileConfig(fusion="layers"), "model": FOREIGN}, "^compile.fusion='layers' works on"),
+        ({"compile": CompileConfig(buckets=[1, 4]), "dataset": EIGHT}, "^compile.buckets end at 4, and .*=8"),
+        ({"compile": CompileConfig("default"), "model": FOREIGN}, r"^compile\.mode='default' .* not 'sdpa'"),
         # Impossible also where it has no effect.
-        (
-            {"compile": CompileConfig(max_burst=0), "driver": DriverConfig("generate")},
-            "^compile.max_burst=0 is",
-        ),
-        ({"compile": CompileConfig("eager", recompile_limit=-1)}, "^compile.recompile_limit=-1 is too small"),
         ({"compile": CompileConfig(batch_shape="natural", buckets=[0])}, r"^compile.buckets=\[0\] must be"),
     ],
 )
@@ -158,33 +120,9 @@ def test_what_the_engine_refuses_is_said_in_its_words_by_the_settings_name(setti
         ExperimentConfig(**settings)
 
 
-def test_the_engine_gets_what_has_an_effect():
-    config = ExperimentConfig(compile=CompileConfig(**DECODE))
-    settings = config.engine_settings("default", ENGINE_ATTENTION, num_blocks=7)
-    assert {key: getattr(settings, key) for key in DECODE} == DECODE
-    assert (settings.compile_mode, settings.recompile_limit, settings.num_blocks) == ("default", 256, 7)
-    for idle in (
-        ExperimentConfig(compile=CompileConfig(batch_shape="natural", buckets=[4])),
-        ExperimentConfig(driver=DriverConfig("manager"), compile=CompileConfig(**DECODE)),
-        ExperimentConfig(model=FOREIGN, compile=CompileConfig(**DECODE | {"fusion": "none"})),
-    ):
-        settings = idle.engine_settings("eager", ENGINE_ATTENTION)
-        assert (settings.buckets, settings.max_burst, settings.recompile_limit) == (None, 128, None)
-
-
 def test_a_configuration_needs_neither_torch_nor_transformers():
     code = "import sys, cbexp.config, cbexp.drivers.vllm.python as _; print({'torch', 'transformers'} & {*sys.modules})"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
-
-
-@pytest.mark.parametrize("completions", ["all", "none", "0", "12"])
-def test_completions_kept_can_be_counted(completions):
-    assert ArtifactsConfig(completions=completions).completions == completions
-
-
-def test_sampling_limit_wins_over_the_model_default():
-    assert ExperimentConfig().max_new_tokens == 512
-    assert ExperimentConfig(sampling=SamplingConfig(max_new_tokens=7)).max_new_tokens == 7
 
 
 def test_what_only_the_plan_can_tell_and_what_generate_lacks_is_not_refused():
@@ -192,7 +130,8 @@ def test_what_only_the_plan_can_tell_and_what_generate_lacks_is_not_refused():
     cache = CacheConfig(num_tokens=100)
     sampling = SamplingConfig(max_new_tokens=500, median_new_tokens=4, sigma_new_tokens=0)
     ExperimentConfig(cache=cache, sampling=sampling)
-    ExperimentConfig(cache=cache, sampling=SamplingConfig(max_new_tokens_file="limits.json"))
+    ExperimentConfig(cache=cache, sampling=SamplingConfig(**LIMITS))
+    ArtifactsConfig(completions="12")
 
 
 @pytest.mark.parametrize(
@@ -201,22 +140,10 @@ def test_what_only_the_plan_can_tell_and_what_generate_lacks_is_not_refused():
         ({}, []),
         ({"adapter": AdapterConfig(rank=8, merged=True)}, ["adapter.rank=8", "adapter.merged=True"]),
         ({"adapter": AdapterConfig(kind="lora", path="p", rank=8)}, ["adapter.rank=8"]),
-        ({"adapter": AdapterConfig(kind="lora", revision="r")}, ["adapter.revision=r"]),
         ({"adapter": AdapterConfig(kind="lora", rank=8, merged=True)}, []),
         ({"sampling": SamplingConfig(ignore_eos=True, eos_token_ids=[3])}, ["sampling.eos_token_ids=[3]"]),
-        ({"sampling": SamplingConfig(eos_token_ids=[3])}, []),
-        (
-            {"sampling": SamplingConfig(sigma_new_tokens=0.5, new_tokens_seed=3)},
-            ["sampling.sigma_new_tokens=0.5", "sampling.new_tokens_seed=3"],
-        ),
-        (
-            {"sampling": SamplingConfig(max_new_tokens=9, median_new_tokens=4, sigma_new_tokens=0.5)},
-            [],
-        ),
         ({"cache": CacheConfig(num_tokens=4096, max_memory_fraction=0.5)}, ["cache.max_memory_fraction=0.5"]),
-        ({"compile": CompileConfig("eager", recompile_limit=8)}, ["compile.recompile_limit=8"]),
         ({"compile": CompileConfig("cuda_graph", cache_dir="d")}, ["compile.cache_dir=d"]),
-        ({"compile": CompileConfig("cuda_graph", cache_dir=None)}, ["compile.cache_dir=None"]),
         ({"compile": CompileConfig("default", recompile_limit=8, cache_dir="d", **DECODE)}, []),
         ({"compile": CompileConfig(batch_shape="natural", buckets=[4])}, ["compile.buckets=[4]"]),
         (
@@ -225,14 +152,9 @@ def test_what_only_the_plan_can_tell_and_what_generate_lacks_is_not_refused():
         ),
         ({"tracking": TrackingConfig("disabled", group="g")}, ["tracking.group=g"]),
         ({"tracking": TrackingConfig(max_logged_completions=5)}, ["tracking.max_logged_completions=5"]),
-        ({"tracking": TrackingConfig(log_completions=True, max_logged_completions=5)}, []),
         ({"dry_run": True, "stats_path": "s.json"}, ["stats_path=s.json"]),
-        ({"model": RANDOM, "dataset": DatasetConfig(**SYNTHETIC)}, ["model.revision=v"]),
+        ({"model": RANDOM, "dataset": RANGE}, ["model.revision=v"]),
         ({"model": RANDOM}, []),
-        (
-            {"model": ModelConfig(name_or_path="builtin:tiny", trust_remote_code=True)},
-            ["model.trust_remote_code=True"],
-        ),
     ],
 )
 def test_idle_settings_are_named(parts, expected):
@@ -240,23 +162,9 @@ def test_idle_settings_are_named(parts, expected):
     assert sorted(line.split(" has no effect")[0] for line in lines) == sorted(expected)
 
 
-def test_idle_setting_says_why():
-    (idle,) = find_idle_settings(ExperimentConfig(adapter=AdapterConfig(rank=8)))
-    assert (idle.setting, idle.value, idle.reason) == ("adapter.rank", 8, "adapter=none")
-    assert str(idle) == "adapter.rank=8 has no effect with adapter=none."
-
-
-def test_kernels_of_the_drivers_own_use_the_compile_cache():
+def test_idle_setting_says_why_and_kernels_of_the_drivers_own_use_the_compile_cache():
     config = ExperimentConfig(compile=CompileConfig("eager", recompile_limit=8, cache_dir="d"))
-    assert [idle.setting for idle in find_idle_settings(config, has_kernels=True)] == [
-        "compile.recompile_limit"
-    ]
-
-
-def test_plain_dict_is_json_and_complete():
-    plain = to_plain_dict(
-        ExperimentConfig(dataset=DatasetConfig(chat_template_kwargs={"enable_thinking": False}))
-    )
-    assert json.loads(json.dumps(plain)) == plain
-    assert plain["dataset"]["chat_template_kwargs"] == {"enable_thinking": False}
-    assert {"model", "cache", "num_rounds", "stats_path"} <= plain.keys()
+    (idle,) = find_idle_settings(config, has_kernels=True)
+    reason = "compile.mode=eager, which compiles nothing"
+    assert (idle.setting, idle.value, idle.reason) == ("compile.recompile_limit", 8, reason)
+    assert str(idle) == f"compile.recompile_limit=8 has no effect with {reason}."

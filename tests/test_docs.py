@@ -17,7 +17,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, get_type_hints
 
@@ -28,7 +28,6 @@ from cbexp.cli.composer import parse_arguments, register_job_folder, register_no
 from cbexp.cli.preflight import check_command
 from cbexp.config import ExperimentConfig, register_schema
 from cbexp.engine import CBSyncConfig
-from cbexp.engine.settings import check_config
 from cbexp.planning.dry_run import summarize_dry_run
 from cbexp.report.command_line import main as report_main
 
@@ -36,7 +35,6 @@ ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests"
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NEEDS = {"gpu", "vllm", "slurm", "account", "network"}
-CBEXP = (["python", "-m", "cbexp"], ["./scripts/run"])
 REPORT = ["python", "-m", "cbexp.report"]
 # These only show something.
 SHOWING = {"--help", "--cfg", "--version"}
@@ -65,11 +63,10 @@ class Block(NamedTuple):
 
 
 def read_blocks(document: Path) -> list[Block]:
-    fences = re.finditer(r"^```(.*)\n((?s:.*?))^```$", document.read_text(), re.MULTILINE)
-    blocks = []
-    for fence in fences:
+    text, blocks = document.read_text(), []
+    for fence in re.finditer(r"^```(.*)\n((?s:.*?))^```$", text, re.MULTILINE):
         language, *needs = fence[1].split() or [""]
-        line = document.read_text()[: fence.start()].count("\n") + 1
+        line = text[: fence.start()].count("\n") + 1
         blocks.append(Block(document, line, language, frozenset(needs), fence[2]))
     return blocks
 
@@ -81,31 +78,26 @@ def read_prose(document: Path) -> str:
 
 def read_commands(block: Block) -> list[list[str]]:
     """The words of each command, the places of the reader filled in."""
-    lines = block.text.replace("\\\n", " ").splitlines()
-    commands = [[fill_places(word) for word in shlex.split(line, comments=True)] for line in lines]
+    text = block.text.replace("\\\n", " ")
+    for place, path in PLACES.items():
+        text = text.replace(place, path)
+    commands = [shlex.split(line, comments=True) for line in text.splitlines()]
     return [words for words in commands if words]
 
 
-def fill_places(word: str) -> str:
-    for place, path in PLACES.items():
-        word = word.replace(place, path)
-    return word
+BLOCKS = {document: read_blocks(document) for document in DOCUMENTS}
 
 
-def overrides_of(words: list[str]) -> list[str] | None:
-    """What follows `python -m cbexp`; None: another command."""
-    return next((words[len(start) :] for start in CBEXP if words[: len(start)] == start), None)
-
-
-BLOCKS = [block for document in DOCUMENTS for block in read_blocks(document)]
+def blocks_of(document: Path, language: str) -> list[Block]:
+    return [block for block in BLOCKS[document] if block.language == language]
 
 
 def by_document(paths: list[Path]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("document", paths, ids=lambda path: path.name)
 
 
-def documents_with(*languages: str) -> list[Path]:
-    return [path for path in DOCUMENTS if any(b.language in languages for b in BLOCKS if b.document == path)]
+def documents_with(language: str) -> list[Path]:
+    return [document for document in DOCUMENTS if blocks_of(document, language)]
 
 
 @pytest.fixture
@@ -126,69 +118,54 @@ def checkout(tmp_path, monkeypatch) -> Path:
 
 def write_files(document: Path) -> None:
     """Write each block of yaml to the path in its first comment, below the current folder."""
-    for block in BLOCKS:
-        if (block.document, block.language) == (document, "yaml"):
-            named = re.search(r"^# (\S+\.yaml)$", block.text, re.MULTILINE)
-            assert named, f"{block.place}: a block of yaml begins with a comment that names its file"
-            path = Path(named[1])
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(block.text)
+    for block in blocks_of(document, "yaml"):
+        named = re.search(r"^# (\S+\.yaml)$", block.text, re.MULTILINE)
+        assert named, f"{block.place}: a block of yaml begins with a comment that names its file"
+        path = Path(named[1])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(block.text)
 
 
 # What the documents are made of
 
 
-def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
-
-
-@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.place)
-def test_a_block_says_what_it_is_and_what_it_needs(block):
-    assert block.language in {"bash", "python", "yaml", "text"}
-    assert block.needs <= NEEDS
-    if block.language == "text":
-        assert not re.search(r"^\s*(python|pip|\./scripts|wandb|cbexp) ", block.text, re.MULTILINE)
+def test_the_readme_is_short_and_links_every_document():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 150
+    linked = set(re.findall(r"\]\((docs/\w+\.md)\)", text))
+    assert linked == {f"docs/{path.name}" for path in DOCUMENTS[1:]}
 
 
 @by_document(DOCUMENTS)
-def test_every_block_is_fenced(document):
-    """What is only indented would be run by nobody."""
+def test_a_block_is_fenced_and_says_what_it_is_and_what_it_needs(document):
+    for block in BLOCKS[document]:
+        assert block.language in {"bash", "python", "yaml", "text"}, block.place
+        assert block.needs <= NEEDS, block.place
+    for block in blocks_of(document, "text"):
+        commands = re.findall(r"^\s*(?:python|pip|\./scripts|wandb|cbexp) ", block.text, re.MULTILINE)
+        assert not commands, block.place
+    # What is only indented would be run by nobody.
+    assert "```" not in read_prose(document)
+    assert re.findall(r"^\n( {4,}\S.*)$", read_prose(document), re.MULTILINE) == []
+
+
+@by_document(DOCUMENTS)
+def test_links_and_files_that_are_named_are_there(document):
     prose = read_prose(document)
-    assert "```" not in prose
-    indented = [
-        before for before, line in re.findall(r"^(.*)\n( {4,}\S.*)$", prose, re.MULTILINE) if not before
-    ]
-    assert indented == []
-
-
-@by_document(DOCUMENTS)
-def test_links_resolve(document):
-    for target in re.findall(r"\]\(([^)\s]+)\)", read_prose(document)):
-        if re.match(r"https?:", target):
-            continue
+    for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", prose):
         name, _, anchor = target.partition("#")
         path = document.parent / name if name else document
         assert path.exists(), target
         assert not anchor or anchor in list_anchors(path), target
+    known = r"(?:cbexp|conf|docs|outputs/reference|scripts|tests|\.ci)/[\w./-]*"
+    for path in re.findall(rf"`({known})`", prose):
+        assert (ROOT / path).exists() or document.name == "changes.md", path  # it speaks of what is gone
 
 
 def list_anchors(document: Path) -> set[str]:
     """The anchors of headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", read_prose(document), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-# One speaks of what is gone.
-@by_document([path for path in DOCUMENTS if path.name != "changes.md"])
-def test_files_that_are_named_exist(document):
-    known = r"(?:cbexp|conf|docs|outputs/reference|scripts|tests|\.ci)/[\w./-]*"
-    for path in re.findall(rf"`({known})`", read_prose(document)):
-        assert (ROOT / path).exists(), path
-
-
-def test_every_document_is_linked_from_the_readme():
-    linked = set(re.findall(r"\]\((docs/\w+\.md)\)", (ROOT / "README.md").read_text()))
-    assert linked == {f"docs/{path.name}" for path in DOCUMENTS[1:]}
 
 
 # Names of settings
@@ -220,53 +197,16 @@ def test_training_lists_every_setting_of_the_driver():
     }
 
 
-@pytest.mark.parametrize("setting", ["compile.region=model", "compile.region=layer"])
-def test_a_setting_that_is_gone_says_what_replaces_it(setting, capsys):
-    assert f"`{setting}`" in (ROOT / "docs/changes.md").read_text()
-    with pytest.raises(SystemExit) as end:
-        main([setting, "dry_run=true"])
-    assert end.value.code == 2
-    said = capsys.readouterr().err
-    assert "compile.region" in said
-    assert "whole model" in said
-
-
-@pytest.mark.parametrize(
-    ("gone", "instead"),
-    [
-        ({"compile_mode": None}, "'eager'"),
-        ({"compile_mode": "reduce-overhead"}, "'reduce_overhead'"),
-        ({"compile_mode": "max-autotune"}, "'max_autotune'"),
-        ({"compile_mode": "max-autotune-no-cudagraphs"}, "'max_autotune_no_cudagraphs'"),
-        ({"cuda_graph": True}, "cuda_graph"),
-        ({"compile_region": "model"}, "compile_region"),
-    ],
-    ids=str,
-)
-def test_a_setting_of_the_driver_that_is_gone_is_refused_by_name(gone, instead):
-    ((name, value),) = gone.items()
-    assert re.search(rf"`{name}(={value!r})?`".replace("'", '"'), (ROOT / "docs/changes.md").read_text())
-    with pytest.raises((TypeError, ValueError), match=instead):
-        check_config(CBSyncConfig(**gone))
-
-
 # Figures
-
-
-def list_measured_throughputs() -> set[tuple[str, ...]]:
-    summaries = [
-        json.loads(path.read_text()) for path in (ROOT / "outputs/reference").glob("*/*/summary.json")
-    ]
-    return {
-        tuple(f"{summary['output_tokens_per_s'][part]:,.0f}" for part in ("median", "min", "max"))
-        for summary in summaries
-    }
 
 
 @by_document(DOCUMENTS)
 def test_throughputs_are_those_of_the_records(document):
     found = re.findall(r"([\d,]{3,})(?:\*\*)? \(([\d,]+) to ([\d,]+)\)", document.read_text())
-    assert set(found) <= list_measured_throughputs()
+    summaries = (ROOT / "outputs/reference").glob("*/*/summary.json")
+    measured = [json.loads(path.read_text())["output_tokens_per_s"] for path in summaries]
+    parts = ("median", "min", "max")
+    assert set(found) <= {tuple(f"{rates[part]:,.0f}" for part in parts) for rates in measured}
     if document.name in ("README.md", "benchmarks.md"):
         assert found
 
@@ -274,13 +214,12 @@ def test_throughputs_are_those_of_the_records(document):
 def test_step_times_are_those_of_the_records():
     names = {"qwen3_0_6b": "Qwen3-0.6B", "qwen3_4b": "Qwen3-4B", "qwen3_8b": "Qwen3-8B"}
     rows = json.loads((ROOT / "outputs/reference/steps_h200/steps.json").read_text())["rows"]
-    measured, previous = [], None
+    measured = []
     for row in rows:
-        name = names[row["model"]] if row["model"] != previous else ""
-        previous = row["model"]
-        floor_ms, share = row["floor_ms"], row["roofline_fraction"]
-        figures = f"{row['step_ms']:.2f} ms | {floor_ms:.2f} ms | {share:.0%}".replace("%", " %")
-        measured.append(f"|{f' {name}' if name else ''} | {row['batch']} | {row['context']:,} | {figures} |")
+        name = f" {names.pop(row['model'])}" if row["model"] in names else ""  # in its first row alone
+        share = f"{row['roofline_fraction']:.0%}".replace("%", " %")
+        figures = f"{row['step_ms']:.2f} ms | {row['floor_ms']:.2f} ms | {share}"
+        measured.append(f"|{name} | {row['batch']} | {row['context']:,} | {figures} |")
     assert "\n".join(measured) in (ROOT / "docs/benchmarks.md").read_text()
 
 
@@ -288,22 +227,25 @@ def test_step_times_are_those_of_the_records():
 
 
 @by_document(documents_with("bash"))
-def test_commands_are_right(document, checkout, monkeypatch, capsys):
+def test_commands_are_right(document, checkout, monkeypatch):
     """Every command of the document in this process: single runs as dry runs, sweeps and marked ones composed."""
     write_files(document)
     monkeypatch.setenv("PATH", f"{TESTS / 'sweep/fake_slurm'}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    for block in BLOCKS:
-        if (block.document, block.language) == (document, "bash"):
-            for words in read_commands(block):
-                with explained(f"{block.place}: {shlex.join(words)}", capsys):
-                    check_words(words, block.needs)
+    for block in blocks_of(document, "bash"):
+        for words in read_commands(block):
+            try:
+                check_words(words, block.needs)
+            except BaseException as error:
+                error.add_note(f"{block.place}: {shlex.join(words)}")
+                raise
 
 
 def check_words(words: list[str], needs: frozenset[str]) -> None:
-    overrides = overrides_of(words)
-    if overrides is not None:
-        try_cbexp(overrides, needs)
+    if words[:3] == ["python", "-m", "cbexp"]:
+        try_cbexp(words[3:], needs)
+    elif words[0] == "./scripts/run":
+        try_cbexp(words[1:], needs)
     elif words[:3] == REPORT:
         try_report(words[3:])
     elif words[0] == "python" and words[1].startswith("scripts/"):
@@ -311,9 +253,7 @@ def check_words(words: list[str], needs: frozenset[str]) -> None:
     elif words[0] == "echo" and not needs:
         subprocess.run(["bash", "-c", f"echo {shlex.quote(words[1])} > {words[3]}"], check=True, timeout=60)
     else:  # a real run makes sure of the rest
-        assert needs or words[0] in ("source", "./scripts/test"), (
-            "nothing checks this command: mark the block"
-        )
+        assert needs or words[0] in ("source", "./scripts/test"), "nothing checks it: mark the block"
 
 
 def try_cbexp(overrides: list[str], needs: frozenset[str]) -> None:
@@ -355,35 +295,14 @@ def find_exit_code(call: Callable[[], object]) -> object:
     return 0
 
 
-@contextlib.contextmanager
-def explained(what: str, capsys) -> Iterator[None]:
-    """Say which command failed, and what it printed."""
-    try:
-        yield
-    except (Exception, SystemExit) as error:  # noqa: BLE001
-        printed = capsys.readouterr()
-        pytest.fail(f"{what}\n{type(error).__name__}: {error}\n{printed.out}{printed.err}")
-    capsys.readouterr()
-
-
-def run_snippets(document: Path, needs: frozenset[str]) -> None:
-    """Run the snippets that need no more than `needs`, one after the other, as a reader would."""
+@pytest.mark.parametrize("has_gpu", [False, pytest.param(True, marks=pytest.mark.gpu)])
+@by_document(documents_with("python"))
+def test_snippets_run(document, checkout, has_gpu):
+    """One after the other, as a reader would."""
     names: dict[str, object] = {"__name__": "__main__"}
-    for block in BLOCKS:
-        if (block.document, block.language) == (document, "python") and block.needs <= needs:
-            code = "\n" * block.line + block.text
-            exec(compile(code, str(document), "exec"), names)
-
-
-@by_document(documents_with("python"))
-def test_snippets_run(document, checkout):
-    run_snippets(document, frozenset())
-
-
-@pytest.mark.gpu
-@by_document(documents_with("python"))
-def test_snippets_run_on_a_gpu(document, checkout):
-    run_snippets(document, frozenset({"gpu"}))
+    for block in blocks_of(document, "python"):
+        if block.needs <= ({"gpu"} if has_gpu else set()):
+            exec(compile("\n" * block.line + block.text, str(document), "exec"), names)
 
 
 @pytest.mark.slow
@@ -392,14 +311,13 @@ def test_snippets_run_on_a_gpu(document, checkout):
 def test_commands_run(document, checkout):
     """Every unmarked block in a shell, in order, in one folder."""
     write_files(document)
-    bin_dir = Path(sys.executable).parent
-    environment = os.environ | {"PATH": f"{bin_dir}{os.pathsep}{os.environ['PATH']}", "HOME": str(checkout)}
-    for block in BLOCKS:
-        if (block.document, block.language) == (document, "bash") and not block.needs:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    for block in blocks_of(document, "bash"):
+        if not block.needs:
             done = subprocess.run(
                 ["bash", "-euo", "pipefail", "-c", block.text],
                 cwd=checkout,
-                env=environment,
+                env=os.environ | {"PATH": path, "HOME": str(checkout)},
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,

@@ -1,13 +1,14 @@
 """The whole path in one process: what a job writes, and how each way to end is recorded."""
 
+import dataclasses
 import json
-import os
 import signal
 from pathlib import Path
 
 import pytest
 import torch
 
+from cbexp import job, rounds
 from cbexp.artifacts import RunDirectory, read_jsonl
 from cbexp.config import (
     ArtifactsConfig,
@@ -26,11 +27,12 @@ from cbexp.experiment import run_experiment
 from cbexp.rounds import RoundRunner
 from cbexp.sweep.stop_signals import interrupting_by_stop_signals
 
-OTHERS = ["manager", "generate"]
+OTHERS = [{"driver": DriverConfig("manager")}, {"driver": DriverConfig("generate")}]
 BURSTS = CompileConfig(batch_shape="buckets", buckets=[4, 8], max_burst=8)
+FIXED_LENGTH = SamplingConfig(max_new_tokens=6, ignore_eos=True)
 
 
-def make_config(num_generations=1, **changes):
+def run(tmp_path: Path, num_generations=1, **changes):
     tiny = {"name": "tiny", "name_or_path": "builtin:tiny", "default_max_new_tokens": 96, "num_threads": 1}
     settings = {
         "model": ModelConfig(**tiny),
@@ -39,11 +41,7 @@ def make_config(num_generations=1, **changes):
         "num_rounds": 1,
         "num_warmup_rounds": 0,
     }
-    return ExperimentConfig(**(settings | changes))
-
-
-def run(tmp_path: Path, **changes):
-    return run_experiment(make_config(**changes), tmp_path / "run", ["num_rounds=1"])
+    return run_experiment(ExperimentConfig(**(settings | changes)), tmp_path / "run", ["num_rounds=1"])
 
 
 def load(outcome, name: str):
@@ -62,12 +60,8 @@ def digest(outcome):
 def whole(tmp_path_factory):
     """A job of two rounds after one of warmup, by bursts in buckets."""
     folder = tmp_path_factory.mktemp("whole")
-    records = {
-        "artifacts": ArtifactsConfig(completions="2"),
-        "stats_path": str(folder / "stats/summary.json"),
-    }
-    rounds = {"num_rounds": 2, "num_warmup_rounds": 1}
-    outcome = run(folder, compile=BURSTS, **records, **rounds)
+    kept = {"artifacts": ArtifactsConfig(completions="2"), "stats_path": str(folder / "stats/summary.json")}
+    outcome = run(folder, compile=BURSTS, num_rounds=2, num_warmup_rounds=1, **kept)
     assert outcome.status == "completed", outcome.message
     return outcome
 
@@ -84,62 +78,45 @@ def test_job_writes_what_was_asked_for(whole):
     assert summary["num_output_tokens"] == timed_tokens
     assert summary["decode_tps"] == pytest.approx(summary["n_decoded_tokens"] / summary["median_wall_s"])
     assert load(whole, "status.json")["status"] == "completed"
-    assert load(whole, "engine.json")["driver"]["eos_token_ids"] == [257]
     assert load(whole, "environment.json")["versions"]["transformers"]
-
-
-def test_summary_says_how_decoding_went(whole):
-    summary, engine = whole.summary, load(whole, "engine.json")
-    facts = [summary[name] for name in ("compile_mode", "attn_impl", "batch_shape")]
-    assert facts == ["eager", "cbexp", "buckets"]
-    assert summary["graphs"] == summary["replays"] == 0
+    engine = load(whole, "engine.json")
+    assert (engine["plan"]["buckets"], engine["compile_cache"]) == ([4, 8], None)
+    assert (engine["driver"]["eos_token_ids"], engine["driver"]["fusion"]) == ([257], summary["fusion"])
+    facts = [summary[name] for name in ("compile_mode", "attn_impl", "batch_shape", "graphs", "replays")]
+    assert facts == ["eager", "cbexp", "buckets", 0, 0]
     assert summary["steps_per_burst"] <= 8
     assert summary["tokens_per_burst"] > summary["steps_per_burst"]
     assert summary["padding_share"] > 0
     assert (summary["bandwidth_bytes_per_s"], summary["roofline_fraction"]) == (None, None)
     durations_s = dict(summary["durations_s"])
+    assert "measure_bandwidth" not in durations_s
     assert {"prepare", "load_model", "build_driver", "driver_warmup"} < set(durations_s)
     assert sum(durations_s.values()) - durations_s["total"] < durations_s["total"]
-    assert engine["plan"]["buckets"] == [4, 8]
-    assert engine["driver"]["fusion"] == summary["fusion"]
-    assert engine["compile_cache"] is None
 
 
-@pytest.mark.parametrize("driver", OTHERS)
-def test_every_driver_does_the_same_work(tmp_path, whole, driver):
-    outcome = run(tmp_path, driver=DriverConfig(name=driver))
+@pytest.mark.parametrize("changes", [*OTHERS, {"compile": CompileConfig(batch_shape="full")}], ids=str)
+def test_every_driver_and_batch_shape_does_the_same_work(tmp_path, whole, changes):
+    outcome = run(tmp_path, **changes)
     assert outcome.status == "completed", outcome.message
     assert digest(outcome) == digest(whole)
     assert outcome.summary["workload_hash"] == whole.summary["workload_hash"]
-    assert (outcome.summary["accuracy"], outcome.summary["backend"]) == (1.0, driver)
-
-
-@pytest.mark.parametrize("shape", ["natural", "full"])
-def test_batch_shapes_give_the_same_completions(tmp_path, whole, shape):
-    outcome = run(tmp_path, compile=CompileConfig(batch_shape=shape))
-    assert digest(outcome) == digest(whole)
-    bursts = [step for step in rows(outcome, "steps.jsonl") if step["kind"] == "decode"]
-    assert all(step["bucket"] == (6 if shape == "full" else step["num_requests"]) for step in bursts)
+    assert outcome.summary["accuracy"] == 1.0
+    if "compile" in changes:
+        bursts = [step for step in rows(outcome, "steps.jsonl") if step["kind"] == "decode"]
+        assert {step["bucket"] for step in bursts} == {6}
+    else:
+        assert outcome.summary["backend"] == changes["driver"].name
 
 
 def test_generations_of_a_prompt_are_judged_with_its_answer(tmp_path):
     outcome = run(tmp_path, num_generations=2)
     assert outcome.summary["num_judged"] == outcome.summary["num_correct"] == 12
-    assert load(outcome, "engine.json")["driver"]["block_sharing"] is True
 
 
-def test_fixed_length_run_counts_equal_work_which_is_another(tmp_path, whole):
-    outcome = run(tmp_path, sampling=SamplingConfig(max_new_tokens=7, ignore_eos=True))
-    assert outcome.summary["is_fixed_length"] is True
-    assert outcome.summary["n_decoded_tokens"] == 6 * 7
-    assert outcome.summary["num_short"] == 0
-    assert outcome.summary["workload_hash"] != whole.summary["workload_hash"]
-
-
-@pytest.mark.parametrize("driver", ["sync", *OTHERS])
+@pytest.mark.parametrize("driver", [{}, *OTHERS], ids=str)
 def test_every_prompt_has_its_own_limit(tmp_path, driver):
     sampling = SamplingConfig(max_new_tokens=20, median_new_tokens=8, ignore_eos=True, new_tokens_seed=3407)
-    outcome = run(tmp_path, sampling=sampling, num_generations=2, driver=DriverConfig(name=driver))
+    outcome = run(tmp_path, sampling=sampling, num_generations=2, **driver)
     assert outcome.status == "completed", outcome.message
     limits = [limit for limit in draw_limits(sampling, 6, 3407) for _ in range(2)]
     assert len(set(limits)) > 3
@@ -148,19 +125,6 @@ def test_every_prompt_has_its_own_limit(tmp_path, driver):
     summary = outcome.summary
     assert (summary["has_limits_per_prompt"], summary["num_short"]) == (True, 0)
     assert (summary["max_new_tokens"], summary["n_decoded_tokens"]) == (max(limits), sum(limits))
-
-
-@pytest.mark.slow
-def test_compiled_job_keeps_its_code_where_it_was_told_to(tmp_path):
-    compile_ = CompileConfig(mode="default", cache_dir=str(tmp_path / "compiled"), buckets=[8])
-    outcome = run(tmp_path, compile=compile_)
-    assert outcome.status == "completed", outcome.message
-    assert outcome.summary["accuracy"] == 1.0
-    assert outcome.summary["compile_s"] > 0
-    assert outcome.summary["graph_breaks"] == 0
-    size = sum(path.stat().st_size for path in (tmp_path / "compiled").rglob("*") if path.is_file())
-    assert 0 < outcome.summary["compile_cache_bytes"] <= size
-    assert str(tmp_path) not in os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
 
 
 def test_dry_run_loads_and_writes_nothing(tmp_path, monkeypatch, capsys):
@@ -179,18 +143,8 @@ def test_dry_run_loads_and_writes_nothing(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("changes", "status", "recorded", "message"),
     [
-        (
-            {"compile": CompileConfig(mode="default"), "driver": DriverConfig(name="generate")},
-            "bad_config",
-            "failed",
-            "compile.mode=default does not work with driver=generate",
-        ),
-        (
-            {"compile": CompileConfig(mode="cuda_graph"), "driver": DriverConfig(name="manager")},
-            "not_applicable",
-            "not_applicable",
-            "needs a CUDA device",
-        ),
+        ({"compile": CompileConfig("default"), **OTHERS[1]}, "bad_config", "failed", "not work with"),
+        ({"compile": CompileConfig("cuda_graph")}, "not_applicable", "not_applicable", "a CUDA device"),
         ({"model": ModelConfig(name_or_path="/no/such/folder")}, "failed", "failed", "/no/such/folder"),
     ],
 )
@@ -231,20 +185,23 @@ def test_interrupt_keeps_what_was_finished(tmp_path, whole, monkeypatch):
     assert set(reasons) == {"eos", "failed"}
 
 
-def test_bug_is_recorded_with_its_traceback(tmp_path, monkeypatch):
-    break_after_steps(monkeypatch, 1, ZeroDivisionError("planted"))
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (ZeroDivisionError("planted"), "failed", "planted"),
+        (torch.OutOfMemoryError("planted"), "out_of_memory", "cache.max_batch_tokens"),
+    ],
+)
+def test_bug_and_want_of_memory_are_recorded_with_their_traceback(
+    tmp_path, monkeypatch, error, status, message
+):
+    break_after_steps(monkeypatch, 1, error)
     outcome = run(tmp_path)
-    assert (outcome.status, outcome.message) == ("failed", "planted")
-    status = load(outcome, "status.json")
-    assert status["error_class"] == "ZeroDivisionError"
-    assert "planted" in (outcome.run_dir / status["traceback_file"]).read_text()
-
-
-def test_out_of_memory_is_its_own_status(tmp_path, monkeypatch):
-    break_after_steps(monkeypatch, 1, torch.OutOfMemoryError("planted"))
-    outcome = run(tmp_path)
-    assert outcome.status == "out_of_memory"
-    assert "cache.num_tokens" in outcome.message or "lower" in outcome.message.lower()
+    assert outcome.status == status
+    assert message in outcome.message
+    recorded = load(outcome, "status.json")
+    assert recorded["status"] == status
+    assert "planted" in (outcome.run_dir / recorded["traceback_file"]).read_text()
 
 
 def test_failed_request_ends_the_job_with_its_name(tmp_path, monkeypatch):
@@ -276,19 +233,39 @@ def test_interrupt_while_judging_loses_no_completion(tmp_path, monkeypatch):
     assert len(rows(outcome, "completions.jsonl")) == 6
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR2], ids=lambda n: n.name)
-def test_interrupt_while_writing_a_round_waits_for_its_end(tmp_path, monkeypatch, number):
-    """By Ctrl-C, or by the signals that end a cell whose time is over."""
+def test_interrupt_while_writing_a_round_waits_for_its_end(tmp_path, monkeypatch):
     original = RunDirectory.append_interrupted_round
 
     def interrupted(self, requests, completions):
-        signal.raise_signal(number)
+        signal.raise_signal(signal.SIGTERM)
         return original(self, requests, completions)
 
     monkeypatch.setattr(RunDirectory, "append_interrupted_round", interrupted)
-    sampling = SamplingConfig(max_new_tokens=3, ignore_eos=True)
     with interrupting_by_stop_signals():
-        outcome = run(tmp_path, sampling=sampling, num_rounds=2)
+        outcome = run(tmp_path, sampling=FIXED_LENGTH, num_rounds=2)
     assert outcome.status == "interrupted"
     assert len(rows(outcome, "rounds.jsonl")) == 1
     assert len(rows(outcome, "requests.jsonl")) == 6
+
+
+def test_a_run_on_a_gpu_measures_the_bandwidth_before_the_cache_takes_the_memory(tmp_path, monkeypatch):
+    """The model is on the CPU, and the job takes it to lie on a GPU."""
+    order, on_cpu = [], torch.device("cpu")
+    load_model, build_driver, measure_memory = job.load_model, job.build_driver, rounds.measure_memory
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(job, "load_model", lambda *a: dataclasses.replace(load_model(*a), device=gpu))
+    monkeypatch.setattr(job, "build_driver", lambda *a, **o: order.append("driver") or build_driver(*a, **o))
+    bandwidth = "cbexp.planning.roofline.measure_read_bandwidth"
+    monkeypatch.setattr(bandwidth, lambda device: order.append("bandwidth") or 1e12)
+    # All else that would be asked of that GPU.
+    monkeypatch.setattr(job, "reset_peak_memory", lambda device: None)
+    monkeypatch.setattr(rounds, "synchronize", lambda device: None)
+    monkeypatch.setattr(rounds, "measure_memory", lambda device: measure_memory(on_cpu))
+    outcome = run(tmp_path, sampling=FIXED_LENGTH)
+    assert outcome.status == "completed", outcome.message
+    assert order == ["bandwidth", "driver"]
+    summary = outcome.summary
+    assert (summary["is_fixed_length"], summary["n_decoded_tokens"], summary["num_short"]) == (True, 36, 0)
+    assert summary["bandwidth_bytes_per_s"] == 1e12
+    assert summary["roofline_fraction"] > 0
+    assert summary["durations_s"]["measure_bandwidth"] >= 0

@@ -12,14 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.cache import PagedAttentionMemoryHandler
 
-from cbexp.errors import MemoryBudgetError
 from cbexp.model.memory import (
-    CacheCost,
-    cache_tokens_needed,
-    check_fits,
     describe_cache_layout,
     estimate_cache_cost,
-    format_gib,
     free_memory_bytes,
     kv_bytes_per_token,
     measure_weights,
@@ -49,20 +44,11 @@ def test_weights_of_a_4b_model_whose_architecture_stays_as_it_was():
 
 
 @pytest.mark.parametrize(
-    ("architecture", "dtype", "expected"),
-    [
-        (QWEN3_4B, torch.bfloat16, 2 * 36 * 8 * 128 * 2),
-        (QWEN3_4B, torch.float32, 2 * 36 * 8 * 128 * 4),
-        (AutoConfig.for_model("gpt2"), torch.float32, 2 * 12 * 12 * 64 * 4),
-    ],
+    ("model_type", "shape"),
+    [("llama", {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 32}), ("gpt2", {})],
 )
-def test_kv_bytes_per_token(architecture, dtype, expected):
-    assert kv_bytes_per_token(architecture, dtype) == expected
-
-
-def test_kv_bytes_are_what_a_real_cache_takes():
-    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3}
-    config = AutoConfig.for_model("llama", num_attention_heads=4, num_key_value_heads=2, **shape)
+def test_kv_bytes_are_what_a_real_cache_takes(model_type, shape):
+    config = AutoConfig.for_model(model_type, vocab_size=64, hidden_size=48, num_hidden_layers=3, **shape)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         cache = model(torch.arange(10)[None], use_cache=True).past_key_values
@@ -71,44 +57,19 @@ def test_kv_bytes_are_what_a_real_cache_takes():
 
 
 @pytest.mark.parametrize(
-    ("architecture", "layers"),
+    ("architecture", "layers", "num_tokens", "num_blocks"),
     [
-        (QWEN3_4B, (36, 0, None)),
-        (GEMMA2, (2, 2, 64)),
-        (MISTRAL, (0, 4, 64)),
-        (AutoConfig.for_model("gemma2", num_hidden_layers=1, layer_types=["full_attention"]), (1, 0, None)),
+        (QWEN3_4B, (36, 0, None), 128, 4),
+        (QWEN3_4B, (36, 0, None), 129, 5),
+        (MISTRAL, (0, 4, 64), 1000, 2),  # a ring of 64 tokens
+        (GEMMA2, (2, 2, 64), 128, 3),  # two layers of 4 pages and two of 2: 12 pages, 4 a block
+        (AutoConfig.for_model("gemma2", layer_types=["full_attention"] * 26), (26, 0, None), 32, 1),
     ],
 )
-def test_layouts_tell_sliding_layers_apart(architecture, layers):
+def test_sliding_layers_are_told_apart_and_bound_a_request(architecture, layers, num_tokens, num_blocks):
     layout = describe_cache_layout(architecture)
     assert (layout.num_full_layers, layout.num_sliding_layers, layout.sliding_window) == layers
-
-
-def test_each_request_takes_whole_pages():
-    """100 + 28 = 128 tokens are 4 pages of 32, 101 + 28 = 129 are 5; three generations of each: 27 pages."""
-    assert cache_tokens_needed([128, 129], 3, 32) == 27 * 32
-    assert cache_tokens_needed([2], 1, 256) == 256
-
-
-@pytest.mark.parametrize(
-    ("architecture", "num_tokens", "expected"),
-    [
-        (QWEN3_4B, 128, 4),
-        (QWEN3_4B, 129, 5),
-        (MISTRAL, 1000, 2),  # a ring of 64 tokens
-        (GEMMA2, 32, 1),
-        (GEMMA2, 128, 3),  # two layers of 4 pages and two of 2: 12 pages, 4 a block
-    ],
-)
-def test_blocks_of_one_request(architecture, num_tokens, expected):
-    assert request_blocks_needed(describe_cache_layout(architecture), num_tokens, 32) == expected
-
-
-def test_tokens_within_a_budget():
-    cost = CacheCost(fixed_bytes=1000, bytes_per_token=10)
-    assert cost.total_bytes(5) == 1050
-    assert cost.tokens_within(1059) == 5
-    assert cost.tokens_within(999) == 0
+    assert request_blocks_needed(layout, num_tokens, 32) == num_blocks
 
 
 def test_cache_cost_counts_masks_only_for_masked_attention():
@@ -125,19 +86,13 @@ def test_cache_cost_counts_masks_only_for_masked_attention():
 def test_automatic_sizes_pass_upstreams_own_check(counts, is_masked):
     """Transformers refuses a cache beyond 0.9 of the free memory by its formula; cbexp stays below 0.8 by default."""
     num_full, num_sliding = counts
-    config = AutoConfig.for_model(
-        "gemma2",
-        layer_types=["full_attention"] * num_full + ["sliding_attention"] * num_sliding,
-        num_hidden_layers=4,
-    )
+    layer_types = ["full_attention"] * num_full + ["sliding_attention"] * num_sliding
+    config = AutoConfig.for_model("gemma2", layer_types=layer_types, num_hidden_layers=4)
     config._attn_implementation = "paged|eager" if is_masked else "flash_attention_2"
     page_bytes = 2 * config.num_key_value_heads * config.head_dim * 2 * 256
     layer_counts = [count for count in counts if count]
     sector_layers = math.lcm(*layer_counts)
     batching = {"max_batch_tokens": 512, "max_requests_per_batch": 16, "max_memory_percent": 0.9}
-    kinds = [
-        name for name, count in zip(("full_attention", "sliding_attention"), counts, strict=True) if count
-    ]
     handler = PagedAttentionMemoryHandler(
         config=config,
         cb_config=ContinuousBatchingConfig(max_blocks_per_request=0, **batching),
@@ -145,7 +100,7 @@ def test_automatic_sizes_pass_upstreams_own_check(counts, is_masked):
         bytes_per_sector=sector_layers * page_bytes,
         tokens_per_sector=256 * max(sector_layers // count for count in layer_counts),
         bytes_per_block=4 * page_bytes,
-        attn_types=kinds,
+        attn_types=sorted(set(layer_types)),
         model_supports_logits_to_keep=True,
     )
     cost = estimate_cache_cost(config, torch.bfloat16, 512, 16, is_masked=is_masked)
@@ -162,18 +117,3 @@ def test_free_memory_is_the_available_ram_or_on_a_gpu_also_what_pytorch_holds_un
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 15 * GIB)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 10 * GIB)
     assert free_memory_bytes(torch.device("cuda", 0)) == 65 * GIB
-
-
-def test_what_does_not_fit_is_refused_with_the_numbers():
-    device = torch.device("cuda", 0)
-    check_fits(6 * GIB, 2 * GIB, 8 * GIB, device, "nothing")
-    message = (
-        r"cuda:0 has 8.00 GiB free, and 9.00 GiB are asked for: weights 6.00 GiB, .* 3.00 GiB. Lower cache"
-    )
-    with pytest.raises(MemoryBudgetError, match=message):
-        check_fits(6 * GIB, 3 * GIB, 8 * GIB, device, "cache.num_tokens")
-
-
-def test_sizes_are_readable():
-    assert format_gib(1.5 * GIB) == "1.50 GiB"
-    assert format_gib(300 * 1024**2) == "300.0 MiB"

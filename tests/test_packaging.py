@@ -109,22 +109,15 @@ def test_every_dependency_has_a_range():
 
 def test_the_pinned_set_is_complete_and_within_the_ranges():
     unpinned, outside, needed = list_unpinned()
-    assert unpinned == set()
-    assert outside == set()
+    assert (unpinned, outside) == (set(), set())
     build_tools = {"editables", "setuptools"}
     assert set(read_pins()) - needed <= build_tools
 
 
-def test_the_pinned_set_names_no_index_no_build_and_no_folder():
-    for line in CONSTRAINTS.read_text().splitlines():
-        assert re.fullmatch(r"#.*|[A-Za-z0-9._-]+==[0-9A-Za-z.]+", line), line
-        assert "/" not in line
-
-
 def run_python(*arguments, folder, **environment):
-    """Run this Python in `folder`, without the coverage of the tests: the modules are not those of the checkout."""
+    """What this Python prints in `folder`, without the coverage of the tests: the modules are not the checkout's."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")}
-    return subprocess.run(
+    done = subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,
         env=kept | environment,
@@ -132,12 +125,13 @@ def run_python(*arguments, folder, **environment):
         text=True,
         timeout=600,
     )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def build(source, target):
     options = ("--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir")
-    result = run_python("-m", "pip", "wheel", *options, target, source, folder=target)
-    assert result.returncode == 0, result.stderr
+    run_python("-m", "pip", "wheel", *options, target, source, folder=target)
     (wheel,) = target.glob("*.whl")
     return wheel
 
@@ -153,64 +147,34 @@ def list_files(folder, prefix):
 
 
 @pytest.mark.slow
-def test_the_wheel_carries_the_package_its_choices_and_its_model(wheel):
+def test_the_wheel_carries_the_package_its_choices_and_its_model_also_by_the_source_archive(wheel, tmp_path):
     names = zipfile.ZipFile(wheel).namelist()
     expected = list_files(PACKAGE, "cbexp") | list_files(ROOT / "conf", "cbexp/conf")
     assert {name for name in names if name.startswith("cbexp/")} == expected
     assert {"cbexp/conf/config.yaml", "cbexp/py.typed", "cbexp/assets/tiny/model.safetensors"} <= expected
     assert any(name.endswith("licenses/LICENSE") for name in names)
-    others = {name.partition("/")[0] for name in names} - {"cbexp"}
-    assert others == {"cbexp-0.1.0.dist-info"}
-
-
-@pytest.mark.slow
-def test_the_wheel_made_from_the_source_archive_is_the_same(wheel, tmp_path):
-    result = run_python("-m", "hatchling", "build", "-t", "sdist", "-d", tmp_path, folder=ROOT)
-    assert result.returncode == 0, result.stderr
+    assert {name.partition("/")[0] for name in names} == {"cbexp", "cbexp-0.1.0.dist-info"}
+    run_python("-m", "hatchling", "build", "-t", "sdist", "-d", tmp_path, folder=ROOT)
     (archive,) = tmp_path.glob("*.tar.gz")
-    assert zipfile.ZipFile(build(archive, tmp_path)).namelist() == zipfile.ZipFile(wheel).namelist()
-
-
-@pytest.fixture(scope="module")
-def installed(wheel, tmp_path_factory):
-    """The folder where the wheel is installed, apart from its dependencies."""
-    target = tmp_path_factory.mktemp("installed")
-    result = run_python(
-        "-m", "pip", "install", "--quiet", "--no-deps", "--target", target, wheel, folder=target
-    )
-    assert result.returncode == 0, result.stderr
-    return target
+    assert zipfile.ZipFile(build(archive, tmp_path)).namelist() == names
 
 
 @pytest.mark.slow
-def test_the_installed_wheel_is_what_runs(installed, tmp_path):
-    code = "import cbexp; print(cbexp.__file__)"
-    result = run_python("-c", code, folder=tmp_path, PYTHONPATH=str(installed))
-    assert result.stdout.strip() == str(installed / "cbexp/__init__.py")
+def test_the_installed_wheel_is_what_runs_and_takes_a_users_own_choices(wheel, tmp_path):
+    installed, folder = tmp_path / "installed", tmp_path / "launch"
+    folder.mkdir()
+    options = ("--quiet", "--no-deps", "--target", installed)
+    run_python("-m", "pip", "install", *options, wheel, folder=folder)
 
+    def run_installed(*arguments):
+        return run_python(*arguments, folder=folder, PYTHONPATH=str(installed))
 
-@pytest.mark.slow
-def test_the_installed_command_makes_a_dry_run(installed, tmp_path):
-    command = installed / "bin/cbexp"
-    result = run_python(command, "dry_run=true", folder=tmp_path, PYTHONPATH=str(installed))
-    assert result.returncode == 0, result.stderr
-    assert "weights" in result.stdout.lower()
-
-
-@pytest.mark.slow
-def test_the_installed_wheel_takes_a_users_own_choices(installed, tmp_path):
-    (tmp_path / "mine/sampling").mkdir(parents=True)
-    (tmp_path / "mine/sampling/short.yaml").write_text("defaults: [greedy]\nmax_new_tokens: 3\n")
-    arguments = ("--config-dir", "mine", "sampling=short", "--cfg", "job")
-    result = run_python("-m", "cbexp", *arguments, folder=tmp_path, PYTHONPATH=str(installed))
-    assert result.returncode == 0, result.stderr
-    assert "max_new_tokens: 3" in result.stdout
-
-
-@pytest.mark.slow
-def test_the_installed_wheel_runs_the_smoke_experiment(installed, tmp_path):
-    arguments = ("experiment=smoke", "tracking=disabled", "stats_path=stats.json")
-    result = run_python("-m", "cbexp", *arguments, folder=tmp_path, PYTHONPATH=str(installed))
-    assert result.returncode == 0, result.stderr
-    stats = json.loads((tmp_path / "stats.json").read_text())
-    assert stats["n_decoded_tokens"] > 0
+    found = run_installed("-c", "import cbexp; print(cbexp.__file__)")
+    assert found.strip() == str(installed / "cbexp/__init__.py")
+    assert "weights" in run_installed(installed / "bin/cbexp", "dry_run=true").lower()
+    (folder / "mine/sampling").mkdir(parents=True)
+    (folder / "mine/sampling/short.yaml").write_text("defaults: [greedy]\nmax_new_tokens: 3\n")
+    composed = run_installed("-m", "cbexp", "--config-dir", "mine", "sampling=short", "--cfg", "job")
+    assert "max_new_tokens: 3" in composed
+    run_installed("-m", "cbexp", "experiment=smoke", "tracking=disabled", "stats_path=stats.json")
+    assert json.loads((folder / "stats.json").read_text())["n_decoded_tokens"] > 0

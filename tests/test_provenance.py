@@ -1,13 +1,13 @@
 """What counts as changed code: the record of a run and the resumption of a sweep mean the same by it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 
 import pytest
 
 from cbexp.provenance import describe_source, hash_changes
+
+UNKNOWN = {"commit": None, "is_dirty": None}
 
 
 def git(folder, *arguments):
@@ -34,13 +34,10 @@ def is_changed(root):
     return by_record
 
 
-def test_clean_checkout_has_a_commit_and_no_changes(checkout):
-    assert len(describe_source(checkout)["commit"]) == 40
-    assert not is_changed(checkout)
-
-
 @pytest.mark.parametrize("name", ["cbexp/file", "conf/file", "cbexp/new.py", "conf/experiment/new.yaml"])
 def test_code_and_choices_count_tracked_or_not(checkout, name):
+    assert len(describe_source(checkout)["commit"]) == 40
+    assert not is_changed(checkout)
     path = checkout / name
     path.parent.mkdir(exist_ok=True)
     path.write_text("two")
@@ -50,13 +47,10 @@ def test_code_and_choices_count_tracked_or_not(checkout, name):
     assert hash_changes(checkout) not in (before, "")
 
 
-@pytest.mark.parametrize("name", ["tests/file", "tests/new", "notes", "conf/ignored"])
-def test_anything_else_does_not(checkout, name):
-    (checkout / name).write_text("two")
+def test_anything_else_does_not_and_staged_removed_and_strange_files_do(checkout):
+    for name in ("tests/file", "tests/new", "notes", "conf/ignored"):
+        (checkout / name).write_text("two")
     assert not is_changed(checkout)
-
-
-def test_staged_and_removed_files_count(checkout):
     (checkout / "conf/new").write_text("one")
     git(checkout, "add", "conf/new")
     assert is_changed(checkout)
@@ -64,24 +58,19 @@ def test_staged_and_removed_files_count(checkout):
     assert not is_changed(checkout)
     (checkout / "cbexp/file").unlink()
     assert is_changed(checkout)
-
-
-def test_names_and_contents_need_not_be_unicode(checkout):
+    # Names and contents need not be Unicode.
     (checkout / "cbexp/file").write_bytes(b"caf\xe9\n")
     (checkout / "conf" / os.fsdecode(b"caf\xe9")).write_bytes(b"\xff")
     (checkout / "conf/link").symlink_to("nowhere")
     assert is_changed(checkout)
 
 
-def test_package_installed_inside_a_checkout_has_no_commit(checkout):
-    (checkout / "site-packages").mkdir()
-    assert describe_source(checkout / "site-packages") == {"commit": None, "is_dirty": None}
+def test_without_a_checkout_or_git_nothing_is_known(checkout, monkeypatch):
+    (checkout / "site-packages").mkdir()  # a package that is installed inside a checkout
+    assert describe_source(checkout / "site-packages") == UNKNOWN
     assert hash_changes(checkout / "site-packages") is None
-
-
-def test_git_may_be_missing_or_fail(checkout, monkeypatch):
     monkeypatch.setenv("PATH", "")
-    assert describe_source(checkout) == {"commit": None, "is_dirty": None}
+    assert describe_source(checkout) == UNKNOWN
     monkeypatch.undo()
     (checkout / ".git" / "HEAD").write_text("garbage")
-    assert describe_source(checkout) == {"commit": None, "is_dirty": None}
+    assert describe_source(checkout) == UNKNOWN

@@ -1,7 +1,5 @@
 """The worker's process: its interpreter, its end, and that nothing of it outlives the run that started it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -9,40 +7,32 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from cbexp.cli.command_line import conf_dir
 from cbexp.cli.composer import parse_arguments, register_job_folder
 from cbexp.cli.preflight import check_command
 from cbexp.config import DriverConfig, register_schema
-from cbexp.drivers.vllm.process import WorkerEndedError, WorkerProcess
+from cbexp.drivers.vllm.process import WorkerProcess
 from cbexp.drivers.vllm.python import check_interpreter, find_python
 from cbexp.engine.types import EngineError
 from cbexp.errors import ConfigError
 from tests.sweep.conftest import is_running, wait_until
-from tests.vllm_fixtures import FakeVllm, build, experiment, read_pids, wait_until_gone, write_hanging_python
 
 START_IN_A_THREAD = """
 import sys, threading
 from pathlib import Path
 from cbexp.drivers.vllm.process import WorkerProcess
 
-def start():
-    worker = WorkerProcess(["sleep", "600"], {"PATH": "/usr/bin:/bin"}, Path(sys.argv[1]))
-    print(worker._guard.pid, worker._process.pid, flush=True)
-    workers.append(worker)
-
 workers = []
-thread = threading.Thread(target=start)
+command = (["sleep", "600"], {"PATH": "/usr/bin:/bin"}, Path(sys.argv[1]))
+thread = threading.Thread(target=lambda: workers.append(WorkerProcess(*command)))
 thread.start()
 thread.join()
+print(workers[0]._guard.pid, workers[0]._process.pid, flush=True)
 sys.stdin.read()
 """
-
-
-@pytest.fixture
-def fake(monkeypatch, tmp_path):
-    return FakeVllm(monkeypatch, tmp_path)
 
 
 def ignores(pid, number):
@@ -52,42 +42,9 @@ def ignores(pid, number):
     return bool(int(ignored, 16) >> (number - 1) & 1)
 
 
-def kill_run(driver, has_started):
-    """Start the driver in a process of its own, and kill that once `has_started`."""
-    run = os.fork()
-    if run == 0:
-        try:
-            driver.warmup()
-        finally:
-            os._exit(1)
-    try:
-        wait_until(has_started)
-    finally:
-        os.kill(run, signal.SIGKILL)
-        os.waitpid(run, 0)
-
-
-def test_a_worker_that_holds_the_interpreter_ends_with_its_run(fake):
-    fake.misbehave("hold_interpreter")
-    driver, _ = build(experiment(fake), fake)
-    kill_run(driver, lambda: fake.notes("holding"))
-    wait_until_gone(fake.notes("holding") + fake.notes("engine_core"))
-
-
-def test_a_worker_that_never_comes_to_run_python_ends_with_its_run(fake):
-    wrapper, pids = write_hanging_python(fake.tmp_path)
-    driver, _ = build(experiment(fake, driver={"python": str(wrapper)}), fake)
-    kill_run(driver, pids.exists)
-    wait_until_gone(read_pids(pids))
-
-
-def test_a_worker_outlives_the_thread_that_started_it_and_a_request_to_end_all(tmp_path):
-    run = subprocess.Popen(
-        [sys.executable, "-c", START_IN_A_THREAD, str(tmp_path / "vllm.log")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+def test_a_worker_outlives_its_thread_and_a_request_to_end_all_but_not_its_run(tmp_path):
+    command = [sys.executable, "-c", START_IN_A_THREAD, str(tmp_path / "vllm.log")]
+    run = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     guard, worker = map(int, run.stdout.readline().split())
     wait_until(lambda: ignores(guard, signal.SIGTERM))
     os.kill(guard, signal.SIGTERM)
@@ -96,76 +53,45 @@ def test_a_worker_outlives_the_thread_that_started_it_and_a_request_to_end_all(t
     assert is_running(worker)
     run.kill()
     run.communicate()
-    wait_until_gone([guard, worker])
+    wait_until(lambda: not is_running(guard) and not is_running(worker), deadline_s=10)
 
 
 def test_what_a_worker_has_started_ends_with_it_although_it_went_first(tmp_path):
-    pids = tmp_path / "pids"
-    command = ["sh", "-c", f"sleep 600 & echo $! > {pids}"]
+    path = tmp_path / "pid"
+    command = ["sh", "-c", f"sleep 600 & echo $! > {path}"]
     worker = WorkerProcess(command, {"PATH": os.environ["PATH"]}, tmp_path / "vllm.log")
-    wait_until(lambda: pids.exists() and pids.read_text())
+    wait_until(lambda: path.exists() and path.read_text())
     worker.kill()
     worker.kill()
-    wait_until_gone(read_pids(pids))
+    wait_until(lambda: not is_running(int(path.read_text())), deadline_s=10)
 
 
-def test_a_program_that_cannot_be_started_is_named_and_leaves_no_guard(tmp_path, monkeypatch):
-    started = []
-    popen = subprocess.Popen
-
-    def start(*arguments, **options):
-        started.append(popen(*arguments, **options))
-        return started[-1]
-
-    monkeypatch.setattr(subprocess, "Popen", start)
+def test_a_worker_that_cannot_be_started_names_the_program_or_the_log_and_leaves_no_guard(tmp_path):
+    before = set(psutil.Process().children())
     with pytest.raises(ConfigError, match=r"driver.python=.*/none cannot be started: No such file"):
         WorkerProcess([str(tmp_path / "none")], {}, tmp_path / "vllm.log")
-    (guard,) = started
-    assert guard.returncode == -signal.SIGKILL
-
-
-def test_a_log_that_cannot_be_written_is_not_laid_to_the_interpreter(tmp_path):
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").touch()
     with pytest.raises(EngineError, match=r"the worker's log .*file/vllm.log cannot be written"):
         WorkerProcess([sys.executable, "-c", ""], {}, tmp_path / "file" / "vllm.log")
-
-
-def test_a_signal_without_a_name_is_told_by_its_number(tmp_path):
-    code = f"import os; os.kill(os.getpid(), {signal.SIGRTMIN + 2})"
-    worker = WorkerProcess([sys.executable, "-c", code], {}, tmp_path / "vllm.log")
-    with pytest.raises(WorkerEndedError, match=f"killed by signal {signal.SIGRTMIN + 2}$"):
-        worker.receive(timeout_s=120)
-    worker.kill()
-
-
-# The interpreter, which the command line checks before anything runs
-
-
-def check(*arguments):
-    register_schema()
-    register_job_folder()
-    return check_command(parse_arguments(list(arguments)), conf_dir())
-
-
-def test_a_command_line_without_its_interpreter_is_refused():
-    with pytest.raises(ConfigError, match=r"^driver.python=/nowhere/python is no program: give the path"):
-        check("experiment=smoke", "driver=vllm", "driver.python=/nowhere/python")
+    assert set(psutil.Process().children()) == before
 
 
 def test_a_sweep_is_refused_for_the_cell_that_lacks_its_packages(tmp_path):
+    register_schema()
+    register_job_folder()
+    settings = ["experiment=smoke", "driver=vllm", f"driver.pythonpath={tmp_path},/nowhere"]
     with pytest.raises(
         ConfigError, match=r"job 1 of 2 .*driver.pythonpath=/nowhere: there is no /nowhere\.$"
     ):
-        check("-m", "experiment=smoke", "driver=vllm", f"driver.pythonpath={tmp_path},/nowhere")
+        check_command(parse_arguments(["-m", *settings]), conf_dir())
 
 
-def test_an_interpreter_of_another_driver_is_not_looked_for():
-    check_interpreter(DriverConfig(name="sync", python="/nowhere/python"))
-
-
-def test_a_folder_is_no_interpreter_and_a_link_is_not_followed(tmp_path):
-    with pytest.raises(ConfigError, match="is no program"):
-        check_interpreter(DriverConfig(name="vllm", python=str(tmp_path)))
+def test_an_interpreter_is_a_program_and_its_link_is_not_followed(tmp_path):
+    for no_program in ("/nowhere/python", str(tmp_path)):
+        check_interpreter(DriverConfig(name="sync", python=no_program))
+        with pytest.raises(ConfigError, match=f"^driver.python={no_program} is no program: give the path"):
+            check_interpreter(DriverConfig(name="vllm", python=no_program))
     link = tmp_path / "python"
     link.symlink_to(sys.executable)
     assert find_python(DriverConfig(name="vllm", python=str(link))) == str(link)
+    assert find_python(DriverConfig(name="vllm")) == sys.executable

@@ -1,7 +1,5 @@
 """What a caller may rely on from either driver: checked requests, ids, times, errors, a model given back as it was."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random
@@ -10,44 +8,35 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from cbexp.engine import EngineError, RolloutDriver, UnsupportedModelError, UnsupportedTransformersError
+from cbexp.engine import EngineError, UnsupportedModelError, UnsupportedTransformersError
+from tests.drivers.conftest import drive, ids_of
 
 
 def random_states():
     return random.getstate(), torch.random.get_rng_state().tolist()
 
 
-def test_ids_go_on_over_rounds_and_nothing_queued_gives_nothing(make_driver, qwen3, prompts):
-    driver: RolloutDriver = make_driver(qwen3, max_new_tokens=1)
-    assert driver.drive_until_empty() == {}
-    first = driver.add_requests(prompts[:2], num_generations=2)
-    second = driver.add_requests(prompts[2:3])
-    assert [*first, *second] == [f"req_{i}" for i in range(5)]
-    assert list(driver.drive_until_empty()) == [*first, *second]
-    assert driver.add_requests(prompts[:1]) == ["req_5"]
-
-
 def test_what_cannot_be_served_is_refused_and_nothing_is_queued(make_driver, qwen3):
     driver = make_driver(qwen3)
-    for bad, message in (([[1], [97]], "is 97"), ([[1] * 121], "exceed the model's 128 positions")):
-        with pytest.raises(ValueError, match=message):
-            driver.add_requests(bad)
+    with pytest.raises(ValueError, match="exceed the model's 128 positions"):
+        driver.add_requests([[1], [1] * 121])
     assert driver.drive_until_empty() == {}
+    driver.close()
+    with pytest.raises(EngineError, match="closed"):
+        driver.add_requests([[1]])
 
 
 def test_manager_refuses_what_its_cache_can_never_hold(make_manager, qwen3):
     driver = make_manager(qwen3, num_blocks=2)
     with pytest.raises(ValueError, match=r"30 prompt \+ 4 new tokens = 34 can never fit .* 32 tokens"):
         driver.add_requests([[1] * 30], max_new_tokens=4)
-    driver.add_requests([[1] * 29], max_new_tokens=4)  # the last token is never stored
-    (completion,) = driver.drive_until_empty().values()
+    (completion,) = drive(driver, [[1] * 29], max_new_tokens=4)  # the last token is never stored
     assert len(completion) == 4
 
 
 def test_times_are_known_and_in_order(make_driver, qwen3, prompts):
     driver = make_driver(qwen3, max_requests_per_batch=2)
-    driver.add_requests(prompts, num_generations=2)
-    for completion in driver.drive_until_empty().values():
+    for completion in drive(driver, prompts, num_generations=2):
         times = completion.timings
         known = [times.submitted_s, times.scheduled_s, times.first_token_s, times.finished_s]
         assert None not in known
@@ -86,19 +75,7 @@ def test_nothing_of_the_models_generation_config_leaks_in(make_driver, qwen3, pr
     own.repetition_penalty, own.no_repeat_ngram_size = 5.0, 1
     own.suppress_tokens, own.eos_token_id, own.max_length = [expected[0][0]], [expected[1][1]], 5
     own.do_sample, own.temperature, own.num_return_sequences = True, 0.5, 3
-    driver = make_driver(qwen3)
-    driver.add_requests(prompts)
-    assert [c.completion_ids for c in driver.drive_until_empty().values()] == expected
-
-
-def test_a_closed_driver_says_so(make_driver, qwen3):
-    with make_driver(qwen3) as driver:
-        driver.add_requests([[1]])
-    driver.close()
-    for use in (driver.warmup, driver.drive_until_empty, lambda: driver.add_requests([[1]])):
-        with pytest.raises(EngineError, match="closed"):
-            use()
-    assert driver.resolved["device"] == "cpu"
+    assert ids_of(drive(make_driver(qwen3), prompts)) == expected
 
 
 def test_resolved_settings_are_plain_json(make_driver, qwen3):

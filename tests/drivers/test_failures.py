@@ -1,49 +1,38 @@
 """Errors and interrupts: they reach the caller, what was done is kept, and the next round works."""
 
-from __future__ import annotations
-
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from cbexp.engine.types import CacheMemoryError, EngineError
+from tests.drivers.conftest import drive, ids_of
 
 LONG = 100
 
 
 @contextmanager
-def failing_forward(model, after, error):
-    """The model's forward raises `error` once it has run `after` times."""
-    calls = iter(range(after))
+def hooked_forward(model, hook):
+    handle = model.model.register_forward_pre_hook(lambda module, args: hook())
+    yield
+    handle.remove()
 
-    def fail(module, args):
+
+def failing_after(number, error):
+    calls = iter(range(number))
+
+    def fail():
         if next(calls, None) is None:
             raise error
 
-    hook = model.model.register_forward_pre_hook(fail)
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
-@contextmanager
-def slow_forward(model, seconds):
-    hook = model.model.register_forward_pre_hook(lambda module, args: time.sleep(seconds))
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
-def drive(driver, prompts, **kwargs):
-    driver.add_requests(prompts, **kwargs)
-    return [completion.completion_ids for completion in driver.drive_until_empty().values()]
+    return fail
 
 
 def test_an_error_on_the_way_reaches_the_caller_and_keeps_what_was_done(
@@ -52,10 +41,8 @@ def test_an_error_on_the_way_reaches_the_caller_and_keeps_what_was_done(
     expected = [generate_alone(qwen3, prompt, 8) for prompt in prompts]
     driver = make_driver(qwen3)
     ids = driver.add_requests(prompts, max_new_tokens=[2, 8, 8, 8, 8, 8])
-    with (
-        failing_forward(qwen3, after=4, error=RuntimeError("the card is on fire")),
-        pytest.raises(RuntimeError, match="the card is on fire"),
-    ):
+    failing = failing_after(4, RuntimeError("the card is on fire"))
+    with hooked_forward(qwen3, failing), pytest.raises(RuntimeError, match="the card is on fire"):
         driver.drive_until_empty()
     partial = driver.partial_completions
     assert list(partial) == ids
@@ -67,18 +54,15 @@ def test_an_error_on_the_way_reaches_the_caller_and_keeps_what_was_done(
         seen = partial[request_id].completion_ids
         assert 3 <= len(seen) <= 4
         assert seen == tokens[: len(seen)]
-    assert drive(driver, prompts) == expected
+    assert ids_of(drive(driver, prompts)) == expected
     assert driver.partial_completions == {}
 
 
 def test_an_error_of_upstreams_thread_is_an_engine_error(make_manager, qwen3):
     driver = make_manager(qwen3)
-    driver.add_requests([[1, 2]])
-    with (
-        failing_forward(qwen3, after=0, error=ValueError("bad shape")),
-        pytest.raises(EngineError, match="thread died: bad shape") as caught,
-    ):
-        driver.drive_until_empty()
+    failing = failing_after(0, ValueError("bad shape"))
+    with hooked_forward(qwen3, failing), pytest.raises(EngineError, match="thread died: bad sh") as caught:
+        drive(driver, [[1, 2]])
     assert isinstance(caught.value.__cause__, ValueError)
     assert qwen3.config._attn_implementation == "sdpa"
 
@@ -90,7 +74,7 @@ def test_ctrl_c_stops_a_round(make_driver, qwen3, prompts, generate_alone):
     num_threads = threading.active_count()
     timer = threading.Timer(0.4, os.kill, [os.getpid(), signal.SIGINT])
     timer.start()
-    with slow_forward(qwen3, 0.05), pytest.raises(KeyboardInterrupt):
+    with hooked_forward(qwen3, lambda: time.sleep(0.05)), pytest.raises(KeyboardInterrupt):
         driver.drive_until_empty()
     timer.join()
     assert threading.active_count() <= num_threads
@@ -99,7 +83,7 @@ def test_ctrl_c_stops_a_round(make_driver, qwen3, prompts, generate_alone):
     assert (cut.finish_reason, cut.error) == ("failed", "KeyboardInterrupt: ")
     assert 0 < len(cut) < LONG
     assert cut.completion_ids == generate_alone(qwen3, prompts[1], len(cut))
-    assert drive(driver, prompts[:1]) == [generate_alone(qwen3, prompts[0], 8)]
+    assert ids_of(drive(driver, prompts[:1])) == [generate_alone(qwen3, prompts[0], 8)]
 
 
 def test_a_request_that_upstream_fails_is_failed_and_the_others_are_not(
@@ -116,36 +100,9 @@ def test_a_request_that_upstream_fails_is_failed_and_the_others_are_not(
         add(state)
 
     monkeypatch.setattr(scheduler, "add_waiting_request", refuse_one)
-    driver.add_requests(prompts[:3])
-    first, failed, last = driver.drive_until_empty().values()
+    first, failed, last = drive(driver, prompts[:3])
     assert (failed.finish_reason, failed.completion_ids, failed.error) == ("failed", (), "no room for req_1")
-    assert failed.timings.first_token_s is None
-    assert first.completion_ids == generate_alone(qwen3, prompts[0], 8)
-    assert last.completion_ids == generate_alone(qwen3, prompts[2], 8)
-
-
-def test_a_request_that_upstream_loses_is_failed(make_manager, qwen3, prompts):
-    driver = make_manager(qwen3)
-    driver.warmup()
-    manager = driver._session._manager
-    driver.add_requests(prompts[:2], max_new_tokens=[4, LONG])
-    timer = threading.Timer(0.1, manager.cancel_request, args=["req_1"])
-    with slow_forward(qwen3, 0.02):
-        timer.start()
-        kept, lost = driver.drive_until_empty().values()
-    timer.join()
-    assert kept.finish_reason == "length"
-    assert (lost.finish_reason, lost.error) == ("failed", "transformers lost the request")
-
-
-def test_a_manager_that_somebody_stops_is_noticed_and_replaced(make_manager, qwen3, prompts, generate_alone):
-    driver = make_manager(qwen3)
-    expected = drive(driver, prompts)
-    driver.add_requests(prompts)
-    driver._session._manager.background_thread_status.request_stop(2, global_rank=0)
-    with pytest.raises(EngineError, match="stopped from outside"):
-        driver.drive_until_empty()
-    assert drive(driver, prompts) == expected
+    assert ids_of([first, last]) == [generate_alone(qwen3, prompt, 8) for prompt in prompts[:3:2]]
 
 
 def test_a_cache_that_does_not_fit_says_what_to_lower(make_manager, qwen3):
@@ -156,9 +113,8 @@ def test_a_cache_that_does_not_fit_says_what_to_lower(make_manager, qwen3):
 
 
 def test_a_manager_kept_on_the_model_by_others_is_not_taken_over(make_manager, qwen3):
-    small = ContinuousBatchingConfig(
-        page_size=16, num_blocks=4, max_batch_tokens=16, max_requests_per_batch=1
-    )
+    sizes = {"page_size": 16, "num_blocks": 4, "max_batch_tokens": 16, "max_requests_per_batch": 1}
+    small = ContinuousBatchingConfig(**sizes)
     qwen3.generate_batch(
         [[1, 2]], max_new_tokens=1, persistent_manager=True, continuous_batching_config=small
     )
@@ -167,19 +123,34 @@ def test_a_manager_kept_on_the_model_by_others_is_not_taken_over(make_manager, q
     qwen3.destroy_cached_continuous_batching_manager()
 
 
-def test_a_driver_is_not_entered_twice(make_driver, qwen3):
-    driver = make_driver(qwen3)
-    driver.add_requests([[1, 2]])
-    refused = []
+SCRIPT = """
+import sys, torch
+from cbexp.drivers.generate import GenerateDriver
+from cbexp.drivers.manager import ManagerDriver
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from tests.drivers.conftest import build_model, make_config
 
-    def use_inside(module, args):
-        for use in (driver.close, driver.drive_until_empty, lambda: driver.add_requests([[1]])):
-            try:
-                use()
-            except EngineError as error:
-                refused.append("inside a drive" in str(error))
+model = build_model(Qwen3ForCausalLM, Qwen3Config)
+config = make_config(allow_block_sharing=True)
+drivers = [GenerateDriver(model, config), ManagerDriver(model, config), ManagerDriver(model, config)]
+for driver in drivers:
+    driver.add_requests([[1, 2], [3]], num_generations=2)
+    print(len(driver.drive_until_empty()))
+dropped = ManagerDriver(model, config)
+dropped.warmup()
+del dropped
+drivers[1].add_requests([[1, 2]])
+print("end", flush=True)
+sys.exit(3)
+"""
 
-    hook = qwen3.model.register_forward_pre_hook(use_inside)
-    driver.drive_until_empty()
-    hook.remove()
-    assert refused == [True] * 3 * 8
+
+def test_a_script_that_closes_no_driver_and_leaves_requests_queued():
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=240,  # upstream's thread, not stopped, would keep the process for ever
+    )
+    assert (done.returncode, done.stdout.split(), done.stderr) == (3, ["4", "4", "4", "end"], "")

@@ -1,14 +1,12 @@
 """How our settings become those of upstream's manager."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, Qwen3Config
 
 from cbexp.drivers.manager_settings import build_batching_config
-from cbexp.engine.types import COMPILE_MODES, EngineError, UnsupportedModelError
-from tests.drivers.conftest import make_config
+from cbexp.engine.types import EngineError, UnsupportedModelError
+from tests.drivers.conftest import drive, make_config
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -49,63 +47,46 @@ def test_masks_and_asynchronous_batching_do_not_go_together():
     settings = build_batching_config(make_config(compile_mode="cuda_graph"), model_config(), CUDA)
     assert (settings.use_cuda_graph, settings.use_async_batching) == (True, False)
     assert settings.max_blocks_per_request == 0
-
-
-@pytest.mark.parametrize("mode", [name for name, mode in COMPILE_MODES.items() if mode.graphs])
-def test_captures_on_a_cpu_are_refused(make_manager, qwen3, mode):
-    with pytest.raises(EngineError, match=f"compile_mode='{mode}' needs a CUDA device"):
-        make_manager(qwen3, compile_mode=mode)
-
-
-def test_a_cache_without_a_size_is_refused(make_manager, qwen3):
-    with pytest.raises(EngineError, match="num_blocks is not set"):
-        make_manager(qwen3, num_blocks=None)
+    with pytest.raises(EngineError, match="compile_mode='cuda_graph' needs a CUDA device"):
+        build_batching_config(make_config(compile_mode="cuda_graph"), model_config(), CPU)
 
 
 @pytest.mark.parametrize(
-    ("longest", "changes", "width"),
+    ("kind", "longest", "changes", "width"),
     [
-        (812, {"page_size": 256, "num_blocks": 1000}, 6),  # 4 blocks, one more, made even
-        (1100, {"page_size": 256, "num_blocks": 1000}, 6),
-        (None, {"num_blocks": 20}, 22),  # the whole cache: 20 blocks
-        (None, {"num_blocks": 10**6}, 130),  # the model's 2048 positions: 128 blocks
+        (Qwen3Config, 812, {"page_size": 256, "num_blocks": 1000}, 6),  # 4 blocks, one more, made even
+        (Qwen3Config, None, {"num_blocks": 20}, 22),  # the whole cache: 20 blocks
+        (Qwen3Config, None, {"num_blocks": 10**6}, 130),  # the model's 2048 positions: 128 blocks
+        (MistralConfig, None, {}, 0),  # sliding windows have none
+        (Gemma2Config, None, {}, 0),
     ],
 )
-def test_the_block_table_fits_the_longest_request(longest, changes, width):
-    config = model_config("flash_attention_2", max_position_embeddings=2048)
+def test_the_block_table_fits_the_longest_request(kind, longest, changes, width):
+    config = model_config("flash_attention_2", kind, max_position_embeddings=2048)
     settings = build_batching_config(make_config(**changes), config, CUDA, longest)
     assert settings.max_blocks_per_request == width
 
 
-def test_sliding_windows_have_no_block_table():
-    config = model_config("flash_attention_2", kind=MistralConfig, sliding_window=64)
-    assert build_batching_config(make_config(), config, CUDA).max_blocks_per_request == 0
-    config = model_config("flash_attention_2", kind=Gemma2Config)
-    assert build_batching_config(make_config(), config, CUDA).max_blocks_per_request == 0
-
-
 def test_requests_of_a_batch_are_no_more_than_can_be_active():
-    def max_requests(**changes):
-        return build_batching_config(make_config(**changes), model_config(), CPU).max_requests_per_batch
-
-    assert max_requests(num_blocks=40) == 40
-    assert max_requests(num_blocks=10**5, max_batch_tokens=8192) == 1024
-    assert max_requests(max_requests_per_batch=7) == 7
+    for changes, expected in (
+        ({"num_blocks": 40}, 40),
+        ({"num_blocks": 10**5, "max_batch_tokens": 8192}, 1024),
+        ({"max_requests_per_batch": 7}, 7),
+    ):
+        settings = build_batching_config(make_config(**changes), model_config(), CPU)
+        assert settings.max_requests_per_batch == expected
 
 
 def test_eager_attention_with_a_soft_cap_is_refused(make_manager):
-    config = Gemma2Config(
-        vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
-    )
-    config._attn_implementation = "eager"
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+    config = model_config("eager", Gemma2Config, **sizes)
     with pytest.raises(UnsupportedModelError, match=r"gemma2 .* leaves out the soft cap"):
         make_manager(Gemma2ForCausalLM(config))
 
 
 def test_what_runs_is_what_is_recorded(make_manager, qwen3):
     driver = make_manager(qwen3, max_batch_tokens=100, max_requests_per_batch=None)
-    driver.add_requests([[1, 2, 3]])
-    driver.drive_until_empty()
+    drive(driver, [[1, 2, 3]])
     expected = {
         "attn_implementation": "sdpa",
         "compile_mode": "eager",

@@ -1,29 +1,16 @@
 """Both drivers give, token for token in fp32, what `generate` gives for each prompt alone."""
 
-from __future__ import annotations
+from itertools import pairwise
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import GptOssConfig, GptOssForCausalLM, MistralConfig, MistralForCausalLM
 
-SHAPE = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-}
+from cbexp.drivers.generate import GenerateDriver, _describe_steps, _trim_at_end
+from tests.drivers.conftest import build_model, drive, ids_of, make_config
+
 LIMITS = [3, 8, 5, 1, 8, 2]
-
-
-def drive(driver, prompts, **kwargs):
-    ids = driver.add_requests(prompts, **kwargs)
-    completions = driver.drive_until_empty()
-    assert list(completions) == ids
-    return list(completions.values())
 
 
 def test_several_lengths_over_several_rounds(make_driver, model, prompts, generate_alone):
@@ -31,47 +18,33 @@ def test_several_lengths_over_several_rounds(make_driver, model, prompts, genera
     driver.warmup()
     expected = [generate_alone(model, prompt, 8) for prompt in prompts]
     assert len(set(expected)) == len(prompts)
-    for round_prompts, round_expected in (
-        (prompts, expected),
-        (prompts[::-1], expected[::-1]),
-        (prompts[:1], expected[:1]),
-    ):
-        completions = drive(driver, round_prompts)
-        assert [c.completion_ids for c in completions] == round_expected
-        assert [list(c.prompt_ids) for c in completions] == round_prompts
+    for order in (slice(None), slice(None, None, -1), slice(1)):
+        completions = drive(driver, prompts[order])
+        assert ids_of(completions) == expected[order]
+        assert [list(c.prompt_ids) for c in completions] == prompts[order]
         assert {c.finish_reason for c in completions} == {"length"}
 
 
-def test_limits_of_their_own(make_driver, model, prompts, generate_alone):
-    completions = drive(make_driver(model), prompts, max_new_tokens=LIMITS)
+def test_generations_of_a_prompt_are_adjacent_and_have_its_limit(make_driver, model, prompts, generate_alone):
+    driver = make_driver(model, max_requests_per_batch=4)  # less than there are
+    completions = drive(driver, prompts, num_generations=3, max_new_tokens=LIMITS)
     expected = [generate_alone(model, prompt, limit) for prompt, limit in zip(prompts, LIMITS, strict=True)]
-    assert [c.completion_ids for c in completions] == expected
-
-
-def test_generations_of_a_prompt_are_adjacent(make_driver, model, prompts, generate_alone):
-    completions = drive(make_driver(model), prompts, num_generations=3, max_new_tokens=LIMITS)
-    expected = [generate_alone(model, prompt, limit) for prompt, limit in zip(prompts, LIMITS, strict=True)]
-    assert [c.completion_ids for c in completions] == [ids for ids in expected for _ in range(3)]
+    assert ids_of(completions) == [ids for ids in expected for _ in range(3)]
 
 
 def test_eos_ends_a_request_and_is_part_of_it(make_driver, model, prompts, generate_alone):
     free = [generate_alone(model, prompt, 8) for prompt in prompts]
     eos = (free[0][2], free[2][4])
-    completions = drive(make_driver(model, eos_token_id=eos), prompts)
-    assert [c.completion_ids for c in completions] == [
-        generate_alone(model, prompt, 8, eos) for prompt in prompts
-    ]
+    driver = make_driver(model, eos_token_id=eos)
+    completions = drive(driver, prompts)
+    assert ids_of(completions) == [generate_alone(model, prompt, 8, eos) for prompt in prompts]
     assert completions[0].finish_reason == "eos"
     assert completions[0].completion_ids[-1] in eos
     assert len(completions[0]) < 8
     for completion in completions:
         assert (completion.finish_reason == "eos") == (completion.completion_ids[-1] in eos)
-
-
-def test_eos_as_the_last_allowed_token_counts_as_eos(make_driver, qwen3, prompts, generate_alone):
-    last = generate_alone(qwen3, prompts[2], 3)
-    driver = make_driver(qwen3, eos_token_id=(last[-1],))
-    (completion,) = drive(driver, prompts[2:3], max_new_tokens=3)
+    # Also as the last token that is allowed.
+    (completion,) = drive(driver, prompts[:1], max_new_tokens=len(completions[0]))
     assert completion.finish_reason == "eos"
 
 
@@ -82,15 +55,15 @@ def test_lora_adapters_take_part(make_driver, qwen3, prompts, generate_alone):
     adapted = get_peft_model(qwen3, config).eval()
     expected = [generate_alone(adapted, prompt, 8) for prompt in prompts]
     assert expected != plain
-    assert [c.completion_ids for c in drive(make_driver(adapted), prompts)] == expected
+    assert ids_of(drive(make_driver(adapted), prompts)) == expected
 
 
 def test_new_weights_take_effect_between_rounds(make_driver, qwen3, prompts, generate_alone):
     driver = make_driver(qwen3, allow_block_sharing=True)
-    before = [c.completion_ids for c in drive(driver, prompts)]
+    before = ids_of(drive(driver, prompts))
     with torch.no_grad():
         qwen3.model.layers[0].self_attn.v_proj.weight.mul_(-1.0)
-    after = [c.completion_ids for c in drive(driver, prompts)]
+    after = ids_of(drive(driver, prompts))
     assert after == [generate_alone(qwen3, prompt, 8) for prompt in prompts]
     assert after != before
 
@@ -100,57 +73,46 @@ def test_eager_attention(make_driver, prompts, qwen3, generate_alone):
     expected = [generate_alone(qwen3, prompt, 8) for prompt in prompts]
     driver = make_driver(qwen3)
     for _ in range(2):
-        assert [c.completion_ids for c in drive(driver, prompts)] == expected
+        assert ids_of(drive(driver, prompts)) == expected
         assert qwen3.config._attn_implementation == "eager"
+
+
+WINDOWS = {"sliding_window": 8, "pad_token_id": 0}
 
 
 @pytest.mark.parametrize(
     ("model_class", "config_class", "extra"),
     [
-        (MistralForCausalLM, MistralConfig, {"num_hidden_layers": 2}),
+        (MistralForCausalLM, MistralConfig, {}),
         (GptOssForCausalLM, GptOssConfig, {"num_hidden_layers": 4, "num_local_experts": 4}),
     ],
 )
 def test_sliding_windows(make_driver, prompts, generate_alone, model_class, config_class, extra):
-    torch.manual_seed(0)
-    model = model_class(config_class(**(SHAPE | {"sliding_window": 8, "pad_token_id": 0} | extra))).eval()
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.3)
+    model = build_model(model_class, config_class, **WINDOWS, **extra)
     expected = [generate_alone(model, prompt, 8) for prompt in prompts]
     completions = drive(make_driver(model), prompts, num_generations=2)
-    assert [c.completion_ids for c in completions] == [ids for ids in expected for _ in range(2)]
+    assert ids_of(completions) == [ids for ids in expected for _ in range(2)]
 
 
 def test_manager_where_a_window_bounds_what_a_request_stores(make_manager, generate_alone):
-    torch.manual_seed(0)
-    config = MistralConfig(**(SHAPE | {"sliding_window": 8, "num_hidden_layers": 2, "pad_token_id": 0}))
-    model = MistralForCausalLM(config).eval()
+    model = build_model(MistralForCausalLM, MistralConfig, **WINDOWS)
     prompt = list(range(1, 41))
     # Four blocks of four tokens: more than a window, and far less than the prompt.
-    completion = drive(make_manager(model, num_blocks=4, page_size=4), [prompt])[0]
-    assert completion.completion_ids == generate_alone(model, prompt, 8)
-
-
-def test_more_requests_than_a_batch_takes(make_driver, qwen3, prompts, generate_alone):
-    completions = drive(make_driver(qwen3, max_requests_per_batch=4), prompts, num_generations=2)
-    expected = [generate_alone(qwen3, prompt, 8) for prompt in prompts]
-    assert [c.completion_ids for c in completions] == [ids for ids in expected for _ in range(2)]
+    completions = drive(make_manager(model, num_blocks=4, page_size=4), [prompt])
+    assert ids_of(completions) == [generate_alone(model, prompt, 8)]
 
 
 def test_manager_with_chunked_prefill(make_manager, qwen3, prompts, generate_alone):
     completions = drive(make_manager(qwen3, max_batch_tokens=12, scheduler="prefill_first"), prompts)
-    assert [c.completion_ids for c in completions] == [generate_alone(qwen3, prompt, 8) for prompt in prompts]
+    assert ids_of(completions) == [generate_alone(qwen3, prompt, 8) for prompt in prompts]
 
 
 def test_manager_with_a_cache_that_evicts(make_manager, qwen3, prompts, generate_alone):
     driver = make_manager(qwen3, num_blocks=16, page_size=4)
     completions = drive(driver, prompts * 3, max_new_tokens=24)
-    expected = [generate_alone(qwen3, prompt, 24) for prompt in prompts] * 3
-    assert [c.completion_ids for c in completions] == expected
-    assert any(
-        c.timings.first_token_s is None for c in completions
-    )  # evicted: upstream forgets when it began
+    assert ids_of(completions) == [generate_alone(qwen3, prompt, 24) for prompt in prompts] * 3
+    # Evicted: upstream forgets when it began.
+    assert any(c.timings.first_token_s is None for c in completions)
     assert driver.resolved["safety_margin"] > 0
 
 
@@ -162,14 +124,63 @@ def test_manager_with_shared_blocks(make_manager, qwen3, generate_alone):
     expected = [generate_alone(qwen3, prompt, 8) for prompt in prompts]
     for _ in range(2):
         completions = drive(driver, prompts, num_generations=2)
-        assert [c.completion_ids for c in completions] == [ids for ids in expected for _ in range(2)]
+        assert ids_of(completions) == [ids for ids in expected for _ in range(2)]
     assert driver.resolved["block_sharing"] is True
 
 
 def test_manager_where_a_forks_parent_would_be_alone_with_nothing_to_run(make_manager, qwen3, generate_alone):
     one_token = drive(make_manager(qwen3), [[7]], num_generations=2)
-    assert [c.completion_ids for c in one_token] == [generate_alone(qwen3, [7], 8)] * 2
+    assert ids_of(one_token) == [generate_alone(qwen3, [7], 8)] * 2
     prompt = list(range(1, 18))
     driver = make_manager(qwen3, allow_block_sharing=True, page_size=4, max_requests_per_batch=1)
     completions = drive(driver, [prompt, prompt], num_generations=2, max_new_tokens=1)
-    assert [c.completion_ids for c in completions] == [generate_alone(qwen3, prompt, 1)] * 4
+    assert ids_of(completions) == [generate_alone(qwen3, prompt, 1)] * 4
+
+
+# What the driver of `generate` sees of its steps
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "limit", "eos", "kept", "has_ended"),
+    [
+        ([5, 6, 7], 3, (), (5, 6, 7), True),
+        ([5, 6, 7], 2, (), (5, 6), True),
+        ([5, 6], 3, (), (5, 6), False),
+        ([5, 9, 9, 0], 4, (9,), (5, 9), True),
+        ([5, 6, 9], 2, (9,), (5, 6), True),
+        ([9], 4, (8, 9), (9,), True),
+        ([], 4, (9,), (), False),
+    ],
+)
+def test_trim_at_end(token_ids, limit, eos, kept, has_ended):
+    assert _trim_at_end(token_ids, limit, eos) == (kept, has_ended)
+
+
+def test_steps_of_a_batch():
+    # Prompts of 2 and 5 tokens; completions of 1 and 3; four steps ran, since another limit would have been 4.
+    times = [(0.0, 1.0), (1.0, 1.5), (1.5, 2.0), (2.0, 2.25)]
+    steps = _describe_steps(times, prompt_lengths=[2, 5], completion_lengths=[1, 3], num_waiting=6)
+    assert [step.kind for step in steps] == ["prefill", "decode", "decode", "decode"]
+    assert [step.num_requests for step in steps] == [2, 1, 1, 0]
+    assert [step.num_tokens for step in steps] == [7, 1, 1, 0]
+    assert [step.num_padding for step in steps] == [3, 1, 1, 2]
+    assert [step.num_finished for step in steps] == [1, 0, 1, 0]
+    assert [step.duration_s for step in steps] == [1.0, 0.5, 0.5, 0.25]
+    assert {(step.num_steps, step.num_waiting, step.bucket) for step in steps} == {(1, 6, None)}
+
+
+def test_steps_of_a_drive_add_up(qwen3, prompts):
+    driver = GenerateDriver(qwen3, make_config(max_requests_per_batch=4))
+    completions = drive(driver, prompts, max_new_tokens=[1, 2, 3, 4, 5, 6])
+    steps = driver.steps
+    assert [step.kind for step in steps].count("prefill") == 2
+    assert len(steps) == 4 + 6
+    assert sum(step.num_finished for step in steps) == 6
+    assert [step.num_waiting for step in steps] == [2] * 4 + [0] * 6
+    prefilled = sum(step.num_tokens for step in steps if step.kind == "prefill")
+    decoded = sum(step.num_tokens for step in steps if step.kind == "decode")
+    assert prefilled == sum(map(len, prompts))
+    assert decoded == sum(map(len, completions)) - 6  # the first token of each comes from the prefill
+    assert all(a.start_s < a.end_s <= b.start_s for a, b in pairwise(steps))
+    drive(driver, prompts[:1], max_new_tokens=2)
+    assert len(driver.steps) == 2

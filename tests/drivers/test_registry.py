@@ -1,8 +1,5 @@
 """What each driver can do, and which settings it therefore does not read."""
 
-from __future__ import annotations
-
-import dataclasses
 import importlib
 
 import pytest
@@ -19,15 +16,21 @@ from cbexp.drivers.registry import DRIVERS
 from cbexp.drivers.vllm.settings import COMPILE_ARGUMENTS
 from cbexp.engine.types import COMPILE_MODES, EngineError
 
-DECODE = {
-    "fusion": "projections",
-    "batch_shape": "full",
-    "buckets": [1, 8],
-    "max_burst": 9,
-    "self_check": False,
-}
+DECODE = {"fusion": "projections", "batch_shape": "full", "buckets": [1, 8], "max_burst": 9}
 WORKER = {"python": "p", "pythonpath": "d", "start_timeout_s": 9.0, "request_times": True}
 CACHE = {"num_tokens": 4096, "page_size": 16, "scheduler": "prefill_first", "max_batch_tokens": 4096}
+
+
+def test_what_a_compile_mode_compiles_and_who_records_its_graphs():
+    assert {name: (mode.torch_mode, mode.graphs) for name, mode in COMPILE_MODES.items()} == {
+        "eager": (None, None),
+        "default": ("default", None),
+        "reduce_overhead": ("reduce-overhead", "torch"),
+        "max_autotune": ("max-autotune", "torch"),
+        "max_autotune_no_cudagraphs": ("max-autotune-no-cudagraphs", None),
+        "cuda_graph": (None, "engine"),
+        "compiled_cuda_graph": ("default", "engine"),
+    }
 
 
 def test_a_driver_has_a_module_modes_and_a_name_of_its_own():
@@ -67,59 +70,30 @@ def test_a_mode_that_a_driver_lacks_is_refused_with_what_has_it():
     )
 
 
-def test_the_settings_that_some_do_not_read_are_of_the_schema():
-    known = {
-        f"{group.name}.{item.name}"
-        for group in dataclasses.fields(ExperimentConfig)
-        if dataclasses.is_dataclass(settings := getattr(ExperimentConfig(), group.name))
-        for item in dataclasses.fields(settings)
-    }
-    assert frozenset.union(*(kind.reads for kind in DRIVERS.values())) <= known
-
-
-NO_PADDING = {"sampling": "which pads no prompt"}
-OF_SYNC = {"compile": "it is a setting of driver=sync"}
-OF_VLLM = {"driver": "it is a setting of driver=vllm"}
-
-
 @pytest.mark.parametrize(
-    ("driver", "count", "reasons"),
+    ("driver", "count", "mode", "reasons"),
     [
-        ("sync", 5, NO_PADDING | OF_VLLM),
-        (
-            "manager",
-            11,
-            NO_PADDING | OF_SYNC | OF_VLLM | {"compile.recompile_limit": "where PyTorch's own limit"},
-        ),
-        (
-            "generate",
-            14,
-            OF_SYNC
-            | OF_VLLM
-            | {"cache": "which has no paged cache", "compile.recompile_limit": "which compiles nothing"},
-        ),
-        (
-            "vllm",
-            9,
-            NO_PADDING
-            | OF_SYNC
-            | {"cache": "which decides itself", "compile.recompile_limit": "which compiles itself"},
-        ),
+        ("sync", 5, "default", ("which pads no prompt",)),
+        ("manager", 11, "default", ("which pads no prompt", "where PyTorch's own limit")),
+        ("generate", 14, "auto", ("which has no paged cache", "which compiles nothing")),
+        ("vllm", 9, "default", ("which pads no prompt", "which decides itself", "which compiles itself")),
     ],
 )
-def test_what_a_driver_does_not_read_has_no_effect(driver, count, reasons):
+def test_what_a_driver_does_not_read_has_no_effect(driver, count, mode, reasons):
     config = ExperimentConfig(
         driver=DriverConfig(driver, **WORKER),
         cache=CacheConfig(**CACHE),
-        compile=CompileConfig("auto" if driver == "generate" else "default", recompile_limit=8, **DECODE),
+        compile=CompileConfig(mode, recompile_limit=8, self_check=False, **DECODE),
         sampling=SamplingConfig(pad_token_id=0),
     )
     idle = find_idle_settings(config)
     assert len(idle) == count
+    told = {"compile": "it is a setting of driver=sync", "driver": "it is a setting of driver=vllm"}
     for setting in idle:
-        reason = reasons.get(setting.setting) or reasons[setting.setting.split(".")[0]]
         assert setting.reason.startswith(f"driver={driver}")
-        assert reason in setting.reason
+        group = told.get(setting.setting.split(".")[0])
+        assert (group and group in setting.reason) or any(reason in setting.reason for reason in reasons)
+    assert all(any(reason in setting.reason for setting in idle) for reason in reasons)
 
 
 @pytest.mark.parametrize(

@@ -36,16 +36,13 @@ class Sweeps:
         self._processes = []
 
     def environment(self):
-        return {
-            "FAKE_LOG": str(self.log),
-            "FAKE_ENDS": json.dumps(self.ends),
-            "GIT_DIR": "/nonexistent",  # the commit must not change under a test
-            **self.variables,
-        }
+        # No git: the commit must not change under a test.
+        fake = {"FAKE_LOG": str(self.log), "FAKE_ENDS": json.dumps(self.ends), "GIT_DIR": "/nonexistent"}
+        return fake | self.variables
 
     def run_here(self, *arguments, tracking=QUIET):
         """Run a sweep with all its cells in this process."""
-        out, err = io.StringIO(), io.StringIO()
+        out, err, code = io.StringIO(), io.StringIO(), 0
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
             patch.chdir(self.folder)
             patch.setitem(sys.modules, "cbexp.experiment", fake_job)
@@ -53,7 +50,6 @@ class Sweeps:
                 patch.setenv(name, value)
             try:
                 main([*arguments, tracking, "isolation=none"])
-                code = 0
             except SystemExit as end:
                 code = end.code
         return SimpleNamespace(code=code, out=out.getvalue(), err=err.getvalue())
@@ -106,15 +102,12 @@ class Sweeps:
         return json.loads((self.cell_folder(index) / "status.json").read_text())
 
     def statuses(self):
-        return {
-            cell["index"]: self.status(cell["index"])["status"]
-            for cell in self.manifest()["cells"]
-            if (self.sweep_folder / cell["folder"] / "status.json").exists()
-        }
+        cells = [self.sweep_folder / cell["folder"] / "status.json" for cell in self.manifest()["cells"]]
+        found = {index: path for index, path in enumerate(cells) if path.exists()}
+        return {index: json.loads(path.read_text())["status"] for index, path in found.items()}
 
     def wait_for_call(self, seed):
         """Wait until the cell of that seed has come to its behaviour, and return the call."""
-        self.wait_for(lambda: seed in self.seeds)
         self.wait_for(lambda: list(self.folder.glob(f"outputs/*/*/*seed={seed}*/status.json")))
         return next(call for call in reversed(self.calls) if call["seed"] == seed)
 
@@ -154,8 +147,7 @@ def is_running(pid):
 
 @pytest.fixture
 def sweeps(tmp_path):
-    folder = tmp_path / "launch"
-    folder.mkdir()
-    sweeps = Sweeps(folder)
+    (tmp_path / "launch").mkdir()
+    sweeps = Sweeps(tmp_path / "launch")
     yield sweeps
     sweeps.close()

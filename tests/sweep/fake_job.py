@@ -28,7 +28,7 @@ if "FAKE_STUBBORN_IMPORT" in os.environ:
 
 
 def run_experiment(config, run_dir, overrides, sweep):
-    how = json.loads(os.environ.get("FAKE_ENDS", "{}")).get(str(config.seed), "complete")
+    how = json.loads(os.environ["FAKE_ENDS"]).get(str(config.seed), "complete")
     log_call(config, overrides, sweep)
     print(f"cell of seed {config.seed}: {how}", flush=True)
     if how == "die_before_status":
@@ -85,5 +85,5 @@ def log_call(config, overrides, sweep):
         "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "variable": os.environ.get("FROM_ENV_SET"),
     }
-    with Path(os.environ["FAKE_LOG"]).open("a") as file:
+    with open(os.environ["FAKE_LOG"], "a") as file:
         file.write(json.dumps(call) + "\n")

@@ -1,4 +1,4 @@
-"""On the path of a test's processes: puts fake_job.py in the place of cbexp.experiment."""
+"""On the path of a test's processes: puts fake_job.py in the place of cbexp.experiment, and notes what was loaded."""
 
 import atexit
 import importlib.util
@@ -10,15 +10,13 @@ from pathlib import Path
 class FakeJobFinder:
     @staticmethod
     def find_spec(name, path=None, target=None):
-        if name != "cbexp.experiment":
-            return None
-        return importlib.util.spec_from_file_location(name, Path(__file__).with_name("fake_job.py"))
+        fake_job = Path(__file__).with_name("fake_job.py")
+        return importlib.util.spec_from_file_location(name, fake_job) if name == "cbexp.experiment" else None
 
 
 def note_heavy_modules():
     with open(os.environ["FAKE_LOG"] + ".modules", "a") as file:
-        found = [name for name in ("torch", "transformers", "wandb") if name in sys.modules]
-        file.write(f"{os.getpid()} {' '.join(found)}\n")
+        file.write(" ".join({"torch", "transformers", "wandb"} & set(sys.modules)) + "\n")
 
 
 if "FAKE_LOG" in os.environ:

@@ -4,8 +4,8 @@ import errno
 import json
 import os
 import signal
-import threading
 from datetime import datetime
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,23 +18,18 @@ from cbexp.sweep.ends import CellEnd, read_end
 from cbexp.sweep.process import CellProcess
 from cbexp.sweep.scheduler import Scheduler
 from cbexp.sweep.stop_signals import StopRequests, counting_stop_signals
-from tests.sweep.conftest import HERE, REPOSITORY, is_running, wait_until
+from tests.sweep.conftest import HERE, REPOSITORY
 
 
 @pytest.mark.parametrize(
     ("visible", "printed", "devices", "expected"),
     [
-        (None, None, ["auto"], [None]),
         (None, "0\n", ["auto"], [None]),
         (None, "0\n1\n", ["auto", "cuda"], ["0", "1"]),
-        (None, "0\n1\n", ["cpu"], [None]),
         (None, "0\n1\n", ["auto", "cuda:1"], [None]),
         ("2, 5", "0\n1\n", ["auto"], ["2", "5"]),
-        ("3", "0\n1\n", ["auto"], [None]),
         ("", "0\n1\n", ["auto"], [None]),
-        ("0,1,-1,2", None, ["auto"], ["0", "1"]),
-        ("1,1,0", None, ["auto"], ["1", "0"]),
-        ("GPU-aa,GPU-bb", None, ["auto"], ["GPU-aa", "GPU-bb"]),
+        ("0,1,1,-1,2", None, ["auto"], ["0", "1"]),
         (None, "No devices were found\n", ["auto"], [None]),
     ],
 )
@@ -54,26 +49,11 @@ def test_cells_run_side_by_side_on_their_gpus(sweeps):
     done = sweeps.run("-m", "seed=0,1,2,3")
     assert done.code == 0, done.err
     gpus = {call["seed"]: call["gpus"] for call in sweeps.calls}
-    assert {gpus[0], gpus[1]} == {"4", "6"}
-    assert set(gpus.values()) == {"4", "6"}
+    assert {gpus[0], gpus[1]} == set(gpus.values()) == {"4", "6"}
     assert "on GPU 6" in done.out
 
 
 # The scheduler
-
-
-class SilentObserver:
-    def on_start(self, cell, slot):
-        pass
-
-    def on_progress(self, process):
-        pass
-
-    def on_end(self, cell, end, elapsed_s):
-        pass
-
-    def on_stop(self, why, num_running):
-        pass
 
 
 @pytest.fixture
@@ -98,117 +78,63 @@ def start(cell, slot):
     return CellProcess(cell, slot)
 
 
-def schedule(*cells, start=start, observer=None, stops=None, stop_grace_s=0.2):
-    observer, stops = observer or SilentObserver(), stops or StopRequests()
-    return Scheduler([{}], start, observer, stops, stop_grace_s=stop_grace_s).run(cells)
-
-
-def test_cell_that_ignores_its_time_out_is_killed(build_cell):
-    cell = build_cell("ignore_signals", cell_timeout_s=1.5)
-    ends = schedule(cell, stop_grace_s=0.5)
-    assert ends[0] == CellEnd("timed_out", "not done after cell_timeout_s=1.5 seconds")
-    assert read_end(cell.folder).status == "timed_out"
+def schedule(*cells, start=start, act=lambda process: None):
+    observer = SimpleNamespace(on_progress=act)
+    observer.on_start = observer.on_end = observer.on_stop = lambda *event: None
+    return Scheduler([{}], start, observer, StopRequests(), stop_grace_s=0.2).run(cells)
 
 
 def test_cell_that_is_held_before_it_wrote_a_status_is_killed_and_its_start_is_known(build_cell):
-    class HoldingObserver(SilentObserver):
-        def on_progress(self, process):
-            os.kill(process.pid, signal.SIGSTOP)
-
-    cell = build_cell("complete", cell_timeout_s=2.0)
-    assert schedule(cell, observer=HoldingObserver())[0].status == "timed_out"
+    cell = build_cell("complete", cell_timeout_s=1.5)
+    ends = schedule(cell, act=lambda process: os.kill(process.pid, signal.SIGSTOP))
+    assert ends[0] == CellEnd("timed_out", "not done after cell_timeout_s=1.5 seconds")
     status = json.loads((cell.folder / "status.json").read_text())
     started_at, ended_at = (datetime.fromisoformat(status[key]) for key in ("started_at", "ended_at"))
     assert (ended_at - started_at).total_seconds() >= 1
-    assert status["pid"] is None
+    assert (status["status"], status["pid"]) == ("timed_out", None)
 
 
-def test_cell_that_ignores_a_stop_is_killed_after_its_grace(build_cell):
-    cell, other = build_cell("ignore_signals"), build_cell("complete")
-
-    def interrupt():
-        log = cell.folder / "log.txt"
-        wait_until(lambda: log.exists() and "ignoring" in log.read_text())
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    with counting_stop_signals() as stops:
-        waiter = threading.Thread(target=interrupt)
-        waiter.start()
-        ends = schedule(cell, other, stops=stops)
-        waiter.join()
-    assert ends == {0: CellEnd("interrupted", "stopped by SIGTERM")}
-
-
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "no room"), ResultsError("0 MiB free there")])
-def test_cell_that_cannot_start_does_not_keep_the_next_one(build_cell, error):
-    def start_or_fail(cell, slot):
+def test_cells_that_cannot_start_say_so_and_do_not_keep_the_next_one(build_cell):
+    def start_the_last(cell, slot):
         if cell.index == 0:
-            raise error
+            raise ResultsError("0 MiB free there")  # no folder either
+        if cell.index == 1:
+            write_cell(cell)
+            raise OSError(errno.EAGAIN, "no process to be had")
         return start(cell, slot)
 
-    ends = schedule(build_cell("complete"), build_cell("complete"), start=start_or_fail)
-    assert ends[0].status == "failed"
-    assert str(error) in ends[0].message
-    assert "the status could not be written" in ends[0].message  # there is no folder
-    assert ends[1].status == "completed"
-
-
-def test_cell_without_a_process_has_that_in_its_folder(build_cell):
-    def no_process(cell, slot):
-        write_cell(cell)
-        raise OSError(errno.EAGAIN, "no process to be had")
-
-    cell = build_cell("complete")
-    schedule(cell, start=no_process)
-    end = read_end(cell.folder)
-    assert (end.status, "could not be started" in end.message) == ("failed", True)
-
-
-def test_error_of_the_sweep_itself_leaves_no_cell_behind(build_cell):
-    pids = []
-
-    class BrokenObserver(SilentObserver):
-        def on_progress(self, process):
-            pids.append(process.pid)
-            if (process.cell.folder / "status.json").exists():
-                raise RuntimeError("a bug")
-
-    cell = build_cell("hang")
-    with pytest.raises(RuntimeError, match="a bug"):
-        schedule(cell, observer=BrokenObserver())
-    assert not is_running(pids[0])
-    assert read_end(cell.folder).status == "interrupted"
+    cells = [build_cell("complete") for _ in range(3)]
+    ends = schedule(*cells, start=start_the_last)
+    assert [ends[index].status for index in range(3)] == ["failed", "failed", "completed"]
+    assert "0 MiB free there (and the status could not be written" in ends[0].message
+    assert "could not be started: [Errno 11] no process" in read_end(cells[1].folder).message
 
 
 # Signals
 
 
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-
-
-@pytest.mark.parametrize("ignored", STOPS)
-def test_signals_are_counted_but_for_ignored_ones_and_handlers_come_back(ignored):
-    """Whatever this process heeds: under nohup it ignores SIGHUP."""
-    wanted = {number: signal.SIG_IGN if number == ignored else signal.SIG_DFL for number in STOPS}
+def test_signals_are_counted_but_for_ignored_ones_and_handlers_come_back():
+    """Under nohup SIGHUP is ignored."""
+    wanted = {signal.SIGHUP: signal.SIG_IGN}
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        wanted[number] = signal.SIG_DFL
     before = {number: signal.signal(number, handler) for number, handler in wanted.items()}
     try:
+        said = []
         with counting_stop_signals() as stops:
-            for number in STOPS:
+            for number in wanted:
                 os.kill(os.getpid(), number)
-                name = "Ctrl-C" if number == signal.SIGINT else number.name
-                assert stops.why == f"stopped by {name}" or number == ignored
-            assert stops.count == len(STOPS) - 1
-        assert {number: signal.getsignal(number) for number in STOPS} == wanted
+                said.append(stops.why)
+        assert {number: signal.getsignal(number) for number in wanted} == wanted
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    assert said == ["", *(f"stopped by {name}" for name in ("Ctrl-C", "SIGTERM", "SIGUSR1", "SIGUSR2"))]
+    assert stops.count == 4
 
 
 def test_stop_while_the_report_is_made_is_no_crash(monkeypatch, capsys, tmp_path):
-    def conclude(*_):
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(sweep_command, "_conclude", conclude)
+    monkeypatch.setattr(sweep_command, "_conclude", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     ran = sweep_command._Ran({}, is_stopped=False)
     assert sweep_command._conclude_unless_stopped(None, None, tmp_path, ran) == 130
     assert capsys.readouterr().out.startswith("stopped by SIGTERM after the last cell")

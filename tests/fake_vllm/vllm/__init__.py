@@ -3,7 +3,6 @@
 A completion token is (the prompt's sum + its place in the completion) % 97: `complete` in the tests says the same.
 """
 
-import ctypes
 import json
 import multiprocessing
 import os
@@ -13,59 +12,43 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from vllm import engine_core
-from vllm.misbehaviour import asked, note
+from vllm.misbehaviour import asked, note, run_engine_core
 
 print("vLLM prints on stdout when it is imported")
 
 ENGINE_ARGUMENTS = {
-    "model": str,
-    "load_format": str,
-    "skip_tokenizer_init": bool,
-    "generation_config": str,
-    "dtype": str,
-    "seed": int,
-    "max_model_len": int,
-    "max_num_seqs": int,
-    "enable_prefix_caching": bool,
-    "disable_log_stats": bool,
-    "gpu_memory_utilization": float,
-    "kv_cache_memory_bytes": int,
-    "num_gpu_blocks_override": int,
-    "block_size": int,
-    "enforce_eager": bool,
-    "compilation_config": dict,
-    "trust_remote_code": bool,
+    str: {"model", "load_format", "generation_config", "dtype"},
+    bool: {"skip_tokenizer_init", "enable_prefix_caching", "disable_log_stats", "enforce_eager"},
+    int: {
+        *{"seed", "max_model_len", "max_num_seqs", "block_size"},
+        *{"kv_cache_memory_bytes", "num_gpu_blocks_override"},
+    },
+    float: {"gpu_memory_utilization"},
+    dict: {"compilation_config"},
 }
 
 
 class SamplingParams:
     def __init__(self, *, temperature, max_tokens, ignore_eos, stop_token_ids, detokenize):
-        if temperature != 0.0 or ignore_eos is not True or detokenize is not False:
-            raise ValueError(f"not as asked: {temperature}, {ignore_eos}, {detokenize}")
-        if type(max_tokens) is not int or max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, got {max_tokens}.")
+        assert (temperature, ignore_eos, detokenize) == (0.0, True, False)
         self.max_tokens, self.stop_token_ids = max_tokens, stop_token_ids
 
 
 class LLM:
     def __init__(self, model, **arguments):
         for name, value in {"model": model, **arguments}.items():
-            if not isinstance(value, ENGINE_ARGUMENTS[name]):
+            if name not in ENGINE_ARGUMENTS[type(value)]:
                 raise TypeError(f"{name}={value!r}")
-        self.architecture = json.loads(Path(model, "config.json").read_text())
+        json.loads(Path(model, "config.json").read_text())
         self.arguments = arguments
         self.forgotten = True
-        start_misbehaviour(arguments)
+        start_misbehaviour()
         os.write(1, b'{"event": "a line on the descriptor of stdout"}\n')
         note("start", {"model": model, **arguments})
         method = os.environ["VLLM_WORKER_MULTIPROC_METHOD"]
-        self.engine_core = multiprocessing.get_context(method).Process(target=engine_core.run, daemon=True)
-        self.engine_core.start()
-        note("engine_core", self.engine_core.pid)
-        if asked("hold_interpreter"):
-            note("holding", os.getpid())
-            ctypes.PyDLL(None).sleep(600)  # keeps the interpreter's lock
+        engine_core = multiprocessing.get_context(method).Process(target=run_engine_core, daemon=True)
+        engine_core.start()
+        note("engine_core", engine_core.pid)
         cache = SimpleNamespace(block_size=16, num_gpu_blocks=1000, enable_prefix_caching=True)
         self.llm_engine = SimpleNamespace(vllm_config=SimpleNamespace(cache_config=cache))
 
@@ -76,16 +59,15 @@ class LLM:
 
     def generate(self, prompts, sampling_params, *, use_tqdm):
         assert use_tqdm is False
-        assert len(prompts) == len(sampling_params)
         assert self.forgotten or not self.arguments["enable_prefix_caching"], "prompts of an earlier round"
         self.forgotten = False
-        note("round", [len(prompts), [params.max_tokens for params in sampling_params]])
+        note("round", [params.max_tokens for params in sampling_params])
         print("vLLM prints on stdout in a round")
         round_misbehaviour()
         outputs = [
             self.answer(p["prompt_token_ids"], s) for p, s in zip(prompts, sampling_params, strict=True)
         ]
-        return outputs[::-1] if asked("wrong_order") else outputs[:-1] if asked("lose_one") else outputs
+        return outputs[::-1] if asked("wrong_order") else outputs
 
     def answer(self, prompt_ids, params):
         if len(prompt_ids) + params.max_tokens > self.arguments["max_model_len"]:
@@ -106,7 +88,7 @@ def build_metrics():
     return SimpleNamespace(scheduled_ts=now_s - 2e-6, first_token_ts=now_s - 1e-6, last_token_ts=now_s)
 
 
-def start_misbehaviour(arguments):
+def start_misbehaviour():
     if asked("crash_at_start"):
         raise RuntimeError("something is amiss with the model")
     if asked("no_memory"):
@@ -131,4 +113,4 @@ def round_misbehaviour():
         time.sleep(600)
 
 
-note("environment", dict(os.environ) | {"sys.path": sys.path})
+note("path", sys.path)

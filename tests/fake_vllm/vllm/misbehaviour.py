@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from pathlib import Path
 
 FOLDER = Path(os.environ["FAKE_VLLM"])
@@ -17,3 +18,9 @@ def note(kind, value):
     """Append what happened to the file of notes."""
     with (FOLDER / "notes.jsonl").open("a") as file:
         file.write(json.dumps([kind, value]) + "\n")
+
+
+def run_engine_core():
+    """Stands for the process that vLLM starts beside its caller's: prints as that does, and waits to be ended."""
+    print("the engine's process prints on stdout", flush=True)
+    time.sleep(600)
