@@ -36,10 +36,6 @@ def schedule(processor):
     return batch if batch is None else ([future.state.request_id for future in batch], num_tokens)
 
 
-def ids_of(requests):
-    return "".join(requests)
-
-
 @pytest.mark.parametrize(
     ("num_decoding", "settings", "waiting", "batch", "still_waiting"),
     [
@@ -65,7 +61,7 @@ def test_a_batch(start, num_decoding, settings, waiting, batch, still_waiting):
     scheduler = processor.scheduler
     wait(processor, **waiting)
     assert schedule(processor) == batch
-    assert ids_of(scheduler.waiting_requests) == still_waiting
+    assert "".join(scheduler.waiting_requests) == still_waiting
     admitted = [request_id for request_id in waiting if request_id not in still_waiting]
     # What decodes is still there, and first.
     assert list(scheduler.active_requests) == [*(f"d{i}" for i in range(num_decoding)), *admitted]

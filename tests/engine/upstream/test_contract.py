@@ -19,7 +19,6 @@ from transformers.generation.continuous_batching.distributed import DistributedH
 from transformers.generation.continuous_batching.model_runner import infer_max_single_request_tokens
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING
-from transformers.utils.generic import is_flash_attention_requested
 
 from cbexp.engine import CBSyncConfig, support
 from cbexp.engine.upstream import Batcher, build
@@ -27,13 +26,12 @@ from cbexp.engine.upstream.admission import AdmissionControl
 from tests.engine.upstream.processors import new_group, run_step, settings_for, submit
 
 
-def place_of(function):
-    line = inspect.getsourcelines(function)[1]
-    return f"{function.__qualname__} ({Path(inspect.getsourcefile(function)).name}:{line})"
-
-
 def relied_on_by(*functions):
-    """Name in a failure the functions that break with the test."""
+    """Name in a failure the functions that break with the test, and their places."""
+
+    def place_of(function):
+        line = inspect.getsourcelines(function)[1]
+        return f"{function.__qualname__} ({Path(inspect.getsourcefile(function)).name}:{line})"
 
     def decorate(test):
         @functools.wraps(test)
@@ -49,16 +47,6 @@ def relied_on_by(*functions):
     return decorate
 
 
-def test_a_failure_names_the_function():
-    @relied_on_by(build.child_id)
-    def fails():
-        raise AttributeError
-
-    with pytest.raises(AttributeError) as error:
-        fails()
-    assert error.value.__notes__[0].startswith("Relied on by child_id (build.py:")
-
-
 # Names and signatures
 
 
@@ -66,23 +54,18 @@ def parameters(function):
     return {name for name in inspect.signature(function).parameters if name != "self"}
 
 
-@relied_on_by(build.build_processor)
-def test_the_processor_is_built_from_these_parts():
+@relied_on_by(build.build_processor, build._build_cache)
+def test_processor_and_cache_are_built_from_these_parts():
     assert parameters(continuous_api.ContinuousBatchProcessor.__init__) == {
         *("cache", "config", "generation_config", "continuous_batching_config", "logit_processor"),
         *("input_queue", "cancel_queue", "output_router", "background_thread_status"),
         *("model_device", "model_dtype", "scheduler", "distributed_helper"),
     }
-    assert parameters(DistributedHelper.set_tp_seed) == {"seed", "model_device"}
-    assert set(SCHEDULER_MAPPING) == {"fifo", "prefill_first"}
-
-
-@relied_on_by(build._build_cache)
-def test_the_cache_is_built_from_these_parts():
     assert parameters(PagedAttentionCache.__init__) == {
         *("config", "continuous_batching_config", "device", "distributed_helper", "dtype"),
         "model_supports_logits_to_keep",
     }
+    assert set(SCHEDULER_MAPPING) == {"fifo", "prefill_first"}
 
 
 @relied_on_by(build._resolve_config)
@@ -105,12 +88,7 @@ def test_no_setting_is_new():
 
 
 NAMES = [
-    (
-        Batcher.__init__,
-        "processor",
-        ("cache", "scheduler", "inputs_and_outputs", "output_router.output_queue"),
-    ),
-    (Batcher.__init__, "processor", ("cache.num_blocks", "cache.max_tokens_read")),
+    (Batcher.__init__, "processor", ("scheduler", "output_router.output_queue", "cache.max_tokens_read")),
     (Batcher.run_batch, "processor", ("prepare_next_batch", "update_batch")),
     (Batcher._run_forward, "inputs", ("num_q_tokens", "num_request_in_batch", "logits_indices")),
     (Batcher._run_forward, "inputs", ("get_model_kwargs", "output_ids", "retrieve_device_outputs")),
@@ -153,17 +131,6 @@ def test_what_model_support_asks_of_models_and_configs(shared_model):
     assert (config.is_encoder_decoder, config.is_heterogeneous) == (False, False)
     assert dict(config.sub_configs) == {}
     assert config.get_text_config() is config
-
-
-@relied_on_by(build._block_table_width, build.require_paged_attention)
-def test_flash_versions_go_by_name():
-    def is_2_or_3(name):
-        config = Qwen3Config()
-        config._attn_implementation = name
-        return is_flash_attention_requested(config, version=[2, 3])
-
-    assert [is_2_or_3(f"flash_attention_{version}") for version in (2, 3, 4)] == [True, True, False]
-    assert not is_2_or_3("sdpa")
 
 
 @pytest.mark.parametrize(
@@ -220,8 +187,8 @@ def test_blocks_to_spare_cover_what_sectors_round_away(new_model, num_sliding):
             assert cache.can_store_request_tokens(RequestState(str(index), []), 8)
 
 
-@relied_on_by(build._group_layers)
-def test_layers_are_grouped_by_kind_and_unknown_kinds_refused(shared_model):
+@relied_on_by(build._group_layers, build.max_request_tokens, build._config_for_upstream)
+def test_layers_are_grouped_by_kind_and_masked_for_sdpa_and_eager(shared_model, make_processor):
     assert group_layers_by_attn_type(shared_model("gemma3").config) == {
         "sliding_attention": [0, 1, 2, 3],
         "full_attention": [4],
@@ -230,19 +197,12 @@ def test_layers_are_grouped_by_kind_and_unknown_kinds_refused(shared_model):
     config.layer_types = ["linear_attention"]
     with pytest.raises(ValueError, match="linear_attention"):
         group_layers_by_attn_type(config)
-
-
-@relied_on_by(build.max_request_tokens)
-def test_a_cache_without_a_length_limit_has_a_read_limit(make_processor):
-    assert make_processor("mistral").cache.read_cache_limit == 12
-    assert make_processor("gemma2").cache.read_cache_limit is None
-
-
-@relied_on_by(build._config_for_upstream)
-def test_masks_are_built_for_sdpa_and_eager(make_processor):
-    """The eager model keeps its own attention function, whose masks upstream builds for another name."""
-    for family in ("qwen3", "llama", "gemma2"):
-        assert make_processor(family).inputs_and_outputs.attention_mask is not None
+    # A cache without a length limit has a read limit.
+    for family, limit in {"qwen3": None, "llama": None, "gemma2": None, "mistral": 12}.items():
+        processor = make_processor(family)
+        assert family == "qwen3" or processor.cache.read_cache_limit == limit
+        # The eager model keeps its own attention function, whose masks upstream builds for another name.
+        assert processor.inputs_and_outputs.attention_mask is not None
 
 
 @relied_on_by(Batcher.reset)
@@ -308,15 +268,6 @@ def test_a_step_has_its_batch_and_a_request_its_output(make_processor, shared_mo
     assert processor.cache.compute_free_capacity() == 1
 
 
-@relied_on_by(build.child_id, Batcher.submit)
-def test_forks_are_named_and_join_after_the_prompt(make_processor, shared_model):
-    processor = make_processor()
-    submit(processor, "p", [1, 2, 3], num_children=2)
-    run_step(processor, shared_model("qwen3"))
-    expected = ["p", build.child_id("p", 0), build.child_id("p", 1)]
-    assert list(processor.scheduler.active_requests) == expected
-
-
 @relied_on_by(build.generated_ids, Batcher.partial_completions)
 def test_an_evicted_request_is_its_prompt_and_tokens_again():
     state = build.build_request_state(new_group("r", [1, 2], 5, (9,)))
@@ -329,20 +280,21 @@ def test_an_evicted_request_is_its_prompt_and_tokens_again():
     assert build.generated_ids(state) == build.generated_ids(again) == (3, 4)
 
 
-@pytest.mark.parametrize(("eos_token_ids", "is_finished"), [((), False), ((7,), True), ((6, 7), True)])
 @relied_on_by(build.build_request_state)
-def test_eos_ids_are_a_sequence(eos_token_ids, is_finished):
-    state = build.build_request_state(new_group("r", [1], 5, eos_token_ids))
-    state.status = RequestStatus.DECODING
-    assert state.update_and_check_completion(7, None) is is_finished
+def test_eos_ids_are_a_sequence():
+    for eos_token_ids in ((), (7,), (6, 7)):
+        state = build.build_request_state(new_group("r", [1], 5, eos_token_ids))
+        state.status = RequestStatus.DECODING
+        assert state.update_and_check_completion(7, None) is (7 in eos_token_ids)
 
 
-@relied_on_by(Batcher.reset)
-def test_a_reset_scheduler_and_pool_are_new(make_processor, shared_model):
+@relied_on_by(build.child_id, Batcher.submit, Batcher.reset)
+def test_forks_join_after_the_prompt_and_a_reset_scheduler_and_pool_are_new(make_processor, shared_model):
     processor = make_processor()
-    for request_id in "abc":
-        submit(processor, request_id, [1, 2, 3])
+    submit(processor, "p", [1, 2, 3], num_children=2)
     run_step(processor, shared_model("qwen3"))
+    forks = ["p", build.child_id("p", 0), build.child_id("p", 1)]
+    assert list(processor.scheduler.active_requests) == forks
     processor.scheduler.block_new_requests = True
     processor.scheduler.reset()
     processor.cache.pool.reset()
@@ -365,16 +317,12 @@ def test_the_safety_margin_is_read_at_each_batch(make_processor, shared_model):
 # What the engine's own subclasses leave out
 
 
-@relied_on_by(build._SeedlessDistributedHelper.set_tp_seed)
-def test_upstream_reseeds_and_the_engine_does_not(make_processor):
+@relied_on_by(build._SeedlessDistributedHelper.set_tp_seed, build._Processor.__del__)
+def test_upstream_reseeds_and_has_a_finalizer_and_the_engine_does_not(make_processor):
     before = torch.get_rng_state()
-    helper = make_processor().distributed_helper
+    processor = make_processor()
     assert torch.equal(torch.get_rng_state(), before)
-    DistributedHelper.set_tp_seed(helper, None, torch.device("cpu"))
+    DistributedHelper.set_tp_seed(processor.distributed_helper, None, torch.device("cpu"))
     assert not torch.equal(torch.get_rng_state(), before)
-
-
-@relied_on_by(build._Processor.__del__)
-def test_upstreams_finalizer_is_replaced(make_processor):
     assert "__del__" in vars(continuous_api.ContinuousBatchProcessor)
-    assert type(make_processor()).__del__ is not continuous_api.ContinuousBatchProcessor.__del__
+    assert type(processor).__del__ is not continuous_api.ContinuousBatchProcessor.__del__
