@@ -3,7 +3,6 @@
 import copy
 import gc
 import random
-import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -211,32 +210,6 @@ def test_another_thread_is_refused_with_nothing_changed(new_model, make_driver, 
     assert closed._engine is None
     # What the other one had queued was kept.
     assert [c.completion_ids for c in other.drive_until_empty().values()] == expected
-
-
-def test_drives_of_many_threads_on_one_model(new_model, make_driver, prompts, references):
-    """Each is served or refused; none is wrong, and the model comes back as it was."""
-    model, expected = new_model("qwen3").train(), references("qwen3", prompts)
-    drivers = [make_driver(model, fusion="projections") for _ in range(3)]
-    before = state(model)[:3]
-    start, outcomes = threading.Barrier(len(drivers)), []
-
-    def drive_often(driver):
-        start.wait()
-        num_queued = 0
-        for _ in range(8):
-            driver.add_requests(prompts)
-            num_queued += 1
-            try:
-                completions = driver.drive_until_empty().values()
-                outcomes.append([c.completion_ids for c in completions] == expected * num_queued)
-                num_queued = 0
-            except EngineError as error:
-                outcomes.append(REFUSED in str(error))
-
-    with ThreadPoolExecutor(len(drivers)) as pool:
-        list(pool.map(drive_often, drivers))
-    assert outcomes == [True] * 24
-    assert state(model)[:3] == before
 
 
 def test_a_drive_inside_a_drive_of_the_same_thread(new_model, make_driver, prompts, references):

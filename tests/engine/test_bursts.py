@@ -6,12 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from cbexp.engine.decode.shapes import ADMISSION_BURST, MIN_BURST, TAIL_BURST_ON_CPU
+from cbexp.engine.decode.shapes import ADMISSION_BURST, TAIL_BURST_ON_CPU
 from cbexp.engine.decode.step import EagerSteps
-from cbexp.engine.driver import _Engine
 from tests.engine.driving import drive
-
-SHAPES = ("natural", "buckets", "full")
 
 
 @pytest.mark.parametrize(
@@ -26,14 +23,6 @@ def test_a_stream_equals_generate(check_drive, prompts, family, batch_shape, max
     check_drive(family, prompts, limits, driver=driver)
     assert {step.kind for step in driver.steps} == {"prefill", "decode"}
     assert max(step.num_steps for step in driver.steps) == min(max_burst, 29)
-
-
-def test_bursts_are_as_many_as_predicted(check_drive, make_prompts):
-    """Ten requests of 60 tokens for four rows: three waves, each read at once and then decoded without a stop."""
-    driver = check_drive("qwen3", make_prompts((10,) * 10), 60, max_requests_per_batch=4, num_blocks=200)
-    waves = [(4, 1), (4, 59)] * 2 + [(2, 1), (2, 59)]
-    assert [(step.num_requests, step.num_steps) for step in driver.steps] == waves
-    assert sum(step.num_padding for step in driver.steps) == 0
 
 
 def test_with_an_eos_the_host_looks_more_often(check_drive, make_prompts, references):
@@ -85,33 +74,6 @@ def test_every_size_is_prepared_once_for_weights_that_stay(
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
     driver.warmup()
     assert prepared == [4, 2, 1] * 2
-
-
-# What rows write
-
-
-@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
-def test_padding_writes_nothing_that_lives(shared_model, make_driver, prompts, family, monkeypatch):
-    """With and without rows of padding, and rows that have ended, the cache ends the same but for the trash."""
-    tokens, caches = [], []
-
-    def reset(engine, original=_Engine.reset):
-        cache = engine.batcher._cache
-        caches.append(cache.cache_tensor[2 * cache.bytes_per_sector :].view(torch.float32).clone())
-        original(engine)
-
-    monkeypatch.setattr(_Engine, "reset", reset)
-    # Bursts of one length whatever the shape, so that blocks are given out in one order.
-    settings = {"num_blocks": 80, "max_requests_per_batch": 16, "max_burst": MIN_BURST}
-    for shape in SHAPES:
-        driver = make_driver(shared_model(family), batch_shape=shape, **settings)
-        tokens.append(drive(driver, prompts, max_new_tokens=[20, 3, 20, 9, 1, 20, 14]))
-    assert tokens[0] == tokens[1] == tokens[2]
-    assert driver.steps[-1].bucket == 16
-    # A larger batch may sum in another order.
-    torch.testing.assert_close(caches[1], caches[0])
-    torch.testing.assert_close(caches[2], caches[0])
-    assert caches[0].any()
 
 
 @pytest.mark.parametrize(("family", "batch_shape"), [("qwen3", "buckets"), ("mistral", "full")])

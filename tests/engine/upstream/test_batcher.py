@@ -7,7 +7,6 @@ import pytest
 import torch
 from transformers.generation.continuous_batching.requests import RequestState
 
-from cbexp.engine.decode import Decoder
 from cbexp.engine.forward import PlainForward
 from cbexp.engine.requests import RequestBook
 from cbexp.engine.upstream import Batcher
@@ -115,13 +114,6 @@ def test_blocks_that_a_burst_completed_serve_later_prompts(check_drive, make_pro
     assert prefilled(driver) == [13, 1, 23 - 16, 1]
 
 
-def test_blocks_are_shared_with_a_request_that_still_decodes(check_drive, make_prompts, reference):
-    (start,) = make_prompts((13,))
-    prompts = [start, [5], [*start, *reference("qwen3", start, 40)[:12]]]
-    driver = check_drive("qwen3", prompts, [40, 16, 30], max_requests_per_batch=2, max_burst=4, **SHARING)
-    assert prefilled(driver) == [14, 1]
-
-
 def test_equal_requests_side_by_side_end_up_on_the_same_blocks(check_drive, make_prompts):
     """Each fills blocks of its own, of which all but one are given back as they are completed: tables change."""
     used = {}
@@ -139,24 +131,3 @@ def test_forks_share_whole_pages_alone(check_drive, make_prompts, page_size, sha
     driver = check_drive("qwen3", make_prompts((20,)), 2, num_generations=4, **settings)
     (decode,) = [step for step in driver.steps if step.kind == "decode"]
     assert decode.cache_used_fraction == pytest.approx((shared_blocks + 4) / 60)
-
-
-@torch.no_grad()
-def test_forked_keys_and_values_are_there_when_the_burst_starts(check_drive, make_prompts, monkeypatch):
-    """Every fork's blocks hold what its parent's do at the moment that the rows are brought up."""
-    seen = []
-
-    def run(decoder, rows, num_steps, original=Decoder.run):
-        pool = decoder._buffers.pools["full_attention"]
-        for row in rows:
-            first = torch.tensor(row.blocks["full_attention"]) * pool.pages_per_block
-            content = pool.pages[first[:, None] + torch.arange(pool.pages_per_block)]
-            # Of each page of a block, the 11 tokens that were read, in order.
-            seen.append(content.transpose(0, 1).flatten(1, 2)[:, :11].clone())
-        return original(decoder, rows, num_steps)
-
-    monkeypatch.setattr(Decoder, "run", run)
-    check_drive("qwen3", make_prompts((12,)), num_generations=4, num_blocks=60)
-    parent, *forks = seen[-4:]
-    assert parent.flatten(2).any(-1).all()
-    assert all(torch.equal(fork, parent) for fork in forks)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedModel, Qwen3Config
+from transformers import Qwen3Config
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import continuous_api, initialization
 from transformers.generation.continuous_batching.cache import PagedAttentionCache, group_layers_by_attn_type
@@ -108,29 +108,29 @@ NAMES = [
     (build._page_pool, "allocator", ("cache_tensor", "tokens_per_page", "block_physical_stride")),
     (build._page_pool, "allocator", ("blocks_per_sector", "layer_indices", "layer_type", "head_dim")),
     (build.describe_processor, "processor", ("cb_config.cuda_graph_booleans", "cache.use_prefix_sharing")),
+    (support.require_supported_model, "model", ("can_generate",)),
+    (support.find_architecture_problem, "model", ("_is_stateful", "_supports_attention_backend")),
+    (support.find_architecture_problem, "config", ("is_encoder_decoder", "is_heterogeneous")),
+    (support.find_architecture_problem, "config", ("sub_configs", "get_text_config")),
+    (build._build_cache, "model", ("_supports_logits_to_keep",)),
     (AdmissionControl.schedule_batch, "scheduler", ("starved_requests", "_try_to_meet_safety_margin")),
     (AdmissionControl._get_waiting_candidates, "scheduler", ("_get_waiting_candidates",)),
 ]
 
 
 @pytest.mark.parametrize(("user", "owner", "names"), NAMES)
-def test_the_names_that_are_read(make_processor, user, owner, names):
-    processor = make_processor()
-    owners = {"processor": processor, "cache": processor.cache, "scheduler": processor.scheduler}
+def test_the_names_that_are_read(make_processor, shared_model, user, owner, names):
+    processor, model = make_processor(), shared_model("qwen3")
+    owners = {
+        "model": model,
+        "config": model.config,
+        "processor": processor,
+        "cache": processor.cache,
+        "scheduler": processor.scheduler,
+    }
     owners |= {"inputs": processor.inputs_and_outputs, "request": RequestState("r", [1, 2])}
     owners["allocator"] = processor.cache.cache_allocators["full_attention"]
     relied_on_by(user)(attrgetter(*names))(owners[owner])
-
-
-@relied_on_by(support.require_supported_model, support.find_architecture_problem, build._build_cache)
-def test_what_model_support_asks_of_models_and_configs(shared_model):
-    model, config = shared_model("qwen3"), shared_model("qwen3").config
-    assert isinstance(model, PreTrainedModel)
-    assert (model._is_stateful, model._supports_attention_backend) == (False, True)
-    assert (model.can_generate(), model._supports_logits_to_keep()) == (True, True)
-    assert (config.is_encoder_decoder, config.is_heterogeneous) == (False, False)
-    assert dict(config.sub_configs) == {}
-    assert config.get_text_config() is config
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,6 @@ def test_what_model_support_asks_of_models_and_configs(shared_model):
         # 4096 positions in pages of 256, or what a smaller cache holds.
         ("flash_attention_3", "cuda", {}, 16),
         ("flash_attention_3", "cuda", {"num_blocks": 5}, 5),
-        ("flash_attention_3", "cuda", {"page_size": 100}, 41),
         ("flash_attention_2", "cuda", {}, 16),
         # FlashAttention 2 wants pages of a multiple of 256.
         ("flash_attention_2", "cuda", {"page_size": 128}, 0),
@@ -205,24 +204,6 @@ def test_layers_are_grouped_by_kind_and_masked_for_sdpa_and_eager(shared_model, 
         assert processor.inputs_and_outputs.attention_mask is not None
 
 
-@relied_on_by(Batcher.reset)
-def test_leftovers_in_the_input_buffers_do_no_harm(make_processor, shared_model):
-    """Each batch clears what it uses, so an interrupted one leaves nothing to clean."""
-
-    def tokens(processor):
-        state = submit(processor, "r", [5, 6, 7])
-        while run_step(processor, shared_model("qwen3")):
-            pass
-        return state.generated_tokens
-
-    clean, soiled = make_processor(), make_processor()
-    inputs = soiled.inputs_and_outputs
-    for buffer in (inputs._bulk_input_tensor, inputs.read_index_storage, inputs.write_index_storage):
-        buffer.fill_(3)
-    inputs.attention_mask["full_attention"].fill_(1)
-    assert tokens(soiled) == tokens(clean)
-
-
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "mistral"])
 @relied_on_by(build._page_pool)
 def test_pages_are_where_transformers_writes(make_processor, family):
@@ -280,14 +261,6 @@ def test_an_evicted_request_is_its_prompt_and_tokens_again():
     assert build.generated_ids(state) == build.generated_ids(again) == (3, 4)
 
 
-@relied_on_by(build.build_request_state)
-def test_eos_ids_are_a_sequence():
-    for eos_token_ids in ((), (7,), (6, 7)):
-        state = build.build_request_state(new_group("r", [1], 5, eos_token_ids))
-        state.status = RequestStatus.DECODING
-        assert state.update_and_check_completion(7, None) is (7 in eos_token_ids)
-
-
 @relied_on_by(build.child_id, Batcher.submit, Batcher.reset)
 def test_forks_join_after_the_prompt_and_a_reset_scheduler_and_pool_are_new(make_processor, shared_model):
     processor = make_processor()
@@ -301,17 +274,6 @@ def test_forks_join_after_the_prompt_and_a_reset_scheduler_and_pool_are_new(make
     assert not processor.has_pending_requests()
     assert not processor.scheduler.block_new_requests
     assert processor.cache.compute_free_capacity() == 1
-
-
-@relied_on_by(Batcher.begin)
-def test_the_safety_margin_is_read_at_each_batch(make_processor, shared_model):
-    """It can be set for each round: at 1 a second prompt waits until the cache is free again."""
-    processor = make_processor()
-    processor.scheduler.safety_margin = 1.0
-    for request_id in "ab":
-        submit(processor, request_id, [1, 2, 3])
-        run_step(processor, shared_model("qwen3"))
-    assert list(processor.scheduler.waiting_requests) == ["b"]
 
 
 # What the engine's own subclasses leave out
