@@ -135,11 +135,16 @@ def test_another_dtype_between_rounds_gets_another_cache(new_model, make_driver,
         assert drive(driver, prompts[:2]) == [greedy(model, prompt, 12) for prompt in prompts[:2]]
 
 
-def test_an_adapter_is_switched_trained_and_merged(new_model, make_driver, prompts, greedy, references):
-    """PEFT's default initialisation is a no-op, hence random weights."""
+@pytest.mark.parametrize("compile_mode", ["eager", pytest.param("default", marks=pytest.mark.slow)])
+def test_an_adapter_is_switched_trained_and_merged(
+    new_model, make_driver, prompts, greedy, references, compile_mode
+):
+    """With blocks shared within a round: keys and values of one policy never serve another."""
+    # PEFT's default initialisation is a no-op, hence random weights.
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False)
     model = get_peft_model(new_model("qwen3"), config).train()
-    driver = make_driver(model)
+    settings = {"fusion": "projections", "allow_block_sharing": True, "num_blocks": 80, "buckets": (4,)}
+    driver = make_driver(model, compile_mode=compile_mode, **settings)
     assert driver.resolved["model_class"] == "Qwen3ForCausalLM"
 
     def check():
@@ -148,6 +153,7 @@ def test_an_adapter_is_switched_trained_and_merged(new_model, make_driver, promp
         model.eval()
         assert tokens == [greedy(model, prompt, 12) for prompt in prompts]
         model.train()
+        assert driver.compile_stats["recompiles"] == 0
         return tokens
 
     attached = check()

@@ -11,20 +11,6 @@ from cbexp.engine.decode.step import EagerSteps
 from tests.engine.driving import drive
 
 
-@pytest.mark.parametrize(
-    ("family", "max_burst", "batch_shape"),
-    [("mistral", 1, "buckets"), ("qwen3", 5, "full"), ("gemma3", 128, "natural")],
-)
-def test_a_stream_equals_generate(check_drive, prompts, family, batch_shape, max_burst):
-    """Admission, chunks, limits and batch sizes between buckets, all at once."""
-    limits = [30, 1, 17, 2, 30, 9, 25]
-    settings = {"max_batch_tokens": 24, "max_requests_per_batch": 5, "num_blocks": 100}
-    driver = check_drive(family, prompts, limits, batch_shape=batch_shape, max_burst=max_burst, **settings)
-    check_drive(family, prompts, limits, driver=driver)
-    assert {step.kind for step in driver.steps} == {"prefill", "decode"}
-    assert max(step.num_steps for step in driver.steps) == min(max_burst, 29)
-
-
 def test_with_an_eos_the_host_looks_more_often(check_drive, make_prompts, references):
     """While requests wait, to let others in; in the tail, to shrink the batch."""
     prompts = make_prompts((10,) * 6)

@@ -7,9 +7,7 @@ import time
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 
-from cbexp.engine import EngineError
 from cbexp.engine.decode.step import EagerSteps
 from cbexp.engine.operators import declare_operators
 from tests.engine.driving import check_cache_at_rest, drive
@@ -136,42 +134,3 @@ def test_one_program_serves_all_of_a_trainers_life(
     assert tokens == expected()
     model.requires_grad_(True)
     check_a_round()
-
-
-@slow
-def test_an_adapter_is_switched_between_rounds(new_model, make_driver, prompts, greedy):
-    """Off and on again, with blocks shared within a round: keys and values of one policy never serve another."""
-    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False)
-    torch.manual_seed(0)
-    model = get_peft_model(new_model("qwen3", num_hidden_layers=1), config).eval()
-    settings = {"fusion": "projections", "allow_block_sharing": True, "buckets": (4,)}
-    driver = make_driver(model, **(COMPILED | settings))
-
-    def check():
-        tokens = drive(driver, prompts)
-        assert tokens == [greedy(model, prompt, 12) for prompt in prompts]
-        programs, recompiles = programs_and_recompiles(driver)
-        assert (programs > 0, recompiles) == (True, 0)
-        return tokens
-
-    attached = check()
-    with model.disable_adapter():
-        plain = check()
-    assert check() == attached != plain
-
-
-def test_code_that_cannot_be_traced_is_named_with_the_mode_and_the_reason(new_model, make_driver, prompts):
-    model = new_model("qwen3")
-    mlp = model.model.layers[0].mlp
-
-    def look_at_values(hidden):
-        if float(hidden.sum()) > 1e9:
-            raise OverflowError
-        return type(mlp).forward(mlp, hidden)
-
-    mlp.forward = look_at_values
-    driver = make_driver(model, **COMPILED)
-    message = r"default cannot compile the decode step of [24] rows: .*(item|float|data)"
-    for attempt in (driver.warmup, lambda: drive(driver, prompts)):
-        with pytest.raises(EngineError, match=message):
-            attempt()

@@ -124,7 +124,7 @@ def test_a_graph_break_is_an_error_that_leaves_live_rows_alone(buffers, make_run
     runner = make_runner("default", PrintingForward)
     set_rows(buffers, POSITIONS)
     before = state_of(buffers)
-    with pytest.raises(EngineError, match="default cannot compile the decode step of 5 rows"):
+    with pytest.raises(EngineError, match=r"default cannot compile the decode step of 5 rows: .*print"):
         runner.prepare(5)
     assert all(map(torch.equal, state_of(buffers), before))
 

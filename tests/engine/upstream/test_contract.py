@@ -16,7 +16,6 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import continuous_api, initialization
 from transformers.generation.continuous_batching.cache import PagedAttentionCache, group_layers_by_attn_type
 from transformers.generation.continuous_batching.distributed import DistributedHelper
-from transformers.generation.continuous_batching.model_runner import infer_max_single_request_tokens
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING
 
@@ -93,6 +92,7 @@ NAMES = [
     (Batcher._run_forward, "inputs", ("num_q_tokens", "num_request_in_batch", "logits_indices")),
     (Batcher._run_forward, "inputs", ("get_model_kwargs", "output_ids", "retrieve_device_outputs")),
     (Batcher.partial_completions, "inputs", ("requests_in_batch",)),
+    (build.max_request_tokens, "cache", ("num_blocks", "read_cache_limit")),
     (Batcher.on_stream, "inputs", ("compute_stream",)),
     (Batcher._reserve_room, "cache", ("pool.try_to_free_sectors", "evict_cached_blocks")),
     (Batcher._fits, "cache", ("count_storable_requests",)),
@@ -133,44 +133,27 @@ def test_the_names_that_are_read(make_processor, shared_model, user, owner, name
     relied_on_by(user)(attrgetter(*names))(owners[owner])
 
 
-@pytest.mark.parametrize(
-    ("attention", "device", "changes", "width"),
-    [
+@relied_on_by(build._block_table_width)
+def test_the_block_table_holds_the_longest_request():
+    for attention, device, changes, width in (
         # 4096 positions in pages of 256, or what a smaller cache holds.
         ("flash_attention_3", "cuda", {}, 16),
         ("flash_attention_3", "cuda", {"num_blocks": 5}, 5),
-        ("flash_attention_2", "cuda", {}, 16),
         # FlashAttention 2 wants pages of a multiple of 256.
+        ("flash_attention_2", "cuda", {}, 16),
         ("flash_attention_2", "cuda", {"page_size": 128}, 0),
-        ("flash_attention_4", "cuda", {}, 0),
         ("sdpa", "cuda", {}, 0),
         ("flash_attention_3", "cpu", {}, 0),
-    ],
-)
-@relied_on_by(build._block_table_width)
-def test_the_block_table_holds_the_longest_request(attention, device, changes, width):
-    settings = CBSyncConfig(**({"page_size": 256, "num_blocks": 100} | changes))
-    config = Qwen3Config(max_position_embeddings=4096)
-    windowed = Qwen3Config(layer_types=["sliding_attention"] * 32, sliding_window=64)
-    for of_model, expected in ((config, width), (windowed, 0)):
-        of_model._attn_implementation = attention
-        assert build._block_table_width(of_model, settings, torch.device(device)) == expected
+    ):
+        settings = CBSyncConfig(**({"page_size": 256, "num_blocks": 100} | changes))
+        config = Qwen3Config(max_position_embeddings=4096)
+        windowed = Qwen3Config(layer_types=["sliding_attention"] * 32, sliding_window=64)
+        windowed._attn_implementation = config._attn_implementation = attention
+        assert build._block_table_width(config, settings, torch.device(device)) == width
+        assert build._block_table_width(windowed, settings, torch.device(device)) == 0
 
 
 # The cache
-
-
-@relied_on_by(build.max_request_tokens, build._page_pool)
-def test_one_kind_of_layer_gives_exactly_the_blocks_asked_for(make_processor):
-    cache = make_processor(num_blocks=20).cache
-    assert (cache.num_blocks, cache.num_sectors) == (20, 20)
-    assert infer_max_single_request_tokens(cache) == 20 * 8
-    # Two trash sectors come first, and no request gets a block of theirs.
-    assert cache.cache_tensor.numel() == (20 + 2) * cache.bytes_per_sector
-    assert cache.can_store_request_tokens(RequestState("all", []), 160)
-    (allocator,) = cache.cache_allocators.values()
-    assert sorted(allocator.block_table["all"]) == list(range(2, 22))
-    assert (allocator.read_trash_index, cache.compute_free_capacity()) == (0, 0)
 
 
 @pytest.mark.parametrize("num_sliding", [1, 2, 4])
@@ -229,24 +212,6 @@ def test_pages_are_where_transformers_writes(make_processor, family):
 
 
 # Steps and requests
-
-
-@relied_on_by(Batcher.run_batch, Batcher._record_outputs)
-def test_a_step_has_its_batch_and_a_request_its_output(make_processor, shared_model):
-    processor = make_processor(max_batch_tokens=8)
-    assert processor.prepare_next_batch() is False
-    submit(processor, "long", range(10), max_new_tokens=2)
-    inputs, rows = processor.inputs_and_outputs, []
-    with torch.no_grad():
-        while processor.prepare_next_batch():
-            (future,) = inputs.requests_in_batch
-            rows.append((inputs.num_q_tokens, future.has_new_token, len(future.state.generated_tokens)))
-            processor._generation_step(shared_model("qwen3"))
-            processor.update_batch()
-    assert rows == [(8, False, 0), (2, True, 0), (1, True, 1)]
-    output = processor.output_router.output_queue.get_nowait()
-    assert (output.request_id, len(output.generated_tokens), output.error) == ("long", 2, None)
-    assert processor.cache.compute_free_capacity() == 1
 
 
 @relied_on_by(build.generated_ids, Batcher.partial_completions)
