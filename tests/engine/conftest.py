@@ -107,6 +107,15 @@ def check_drive(shared_model, make_driver, references) -> Callable[..., SyncCBDr
     return check
 
 
+@pytest.fixture(scope="module")
+def exact_fp32() -> Iterator[None]:
+    """TF32 would round two sides differently on a GPU; for the module, since programs are bound to it."""
+    allowed = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+
+
 @pytest.fixture
 def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """References and models take `exact_linear` for their matrix products.

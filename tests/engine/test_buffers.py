@@ -9,18 +9,14 @@ from cbexp.engine.sampling import advance, choose
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-def build(max_rows=6, eos_token_ids=(7, 9)):
+@pytest.fixture
+def buffers():
     def pool(layers, trash_page, width, window):
         return PagePool(layers, torch.zeros(40, 8, 2, 4), 2 * len(layers), trash_page, width, window)
 
     pools = {FULL: pool((1, 3), 8, 5, 0), SLIDING: pool((0, 2, 4), 6, 2, 12)}
-    sizes = {"max_rows": max_rows, "max_burst": 4, "eos_token_ids": eos_token_ids}
+    sizes = {"max_rows": 6, "max_burst": 4, "eos_token_ids": (7, 9)}
     return allocate_buffers(pools, **sizes, device=torch.device("cpu"))
-
-
-@pytest.fixture
-def buffers():
-    return build()
 
 
 def test_new_buffers_are_inactive_and_on_trash(buffers):
@@ -60,14 +56,6 @@ def test_rows_advance_end_and_stay_ended(buffers):
     assert int(buffers.step) == 2
     assert buffers.best_logits[[0, 4, 5]].tolist() == [5.5, 9.5, -8.0]
     assert [tensor.data_ptr() for tensor in buffers.state()] == addresses
-
-
-def test_without_eos_any_token_goes_on():
-    buffers = build(max_rows=1, eos_token_ids=())
-    buffers.positions.zero_()
-    buffers.remaining.fill_(2)
-    advance(buffers, torch.tensor([0]), torch.zeros(1))
-    assert buffers.positions.tolist() == [1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

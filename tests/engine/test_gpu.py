@@ -13,18 +13,9 @@ from cbexp.engine.decode.timing import DeviceIdle
 from cbexp.engine.types import COMPILE_MODES
 from tests.engine.driving import check_cache_at_rest, drive
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_fp32")]
 
 NUM_NEW = 12
-
-
-@pytest.fixture(autouse=True)
-def _exact_fp32():
-    """TF32 would round the two sides differently."""
-    allowed = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = allowed
 
 
 @pytest.fixture(scope="module")

@@ -20,21 +20,12 @@ from tests.engine.decode_fixtures import (
     state_of,
 )
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_fp32")]
 
 DEVICE = "cuda"
 MAX_ROWS = 12
 POSITIONS = (3, 9, -1, 8, 15, 0, 12, 7, 5, 1, 2)
 FEW_MODES = ("cuda_graph", "compiled_cuda_graph", "reduce_overhead")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _exact_fp32():
-    """TF32 would round the two sides differently; for the module, since programs are bound to it."""
-    allowed = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = allowed
 
 
 class Setting:

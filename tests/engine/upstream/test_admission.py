@@ -70,15 +70,6 @@ def test_a_batch(start, num_decoding, settings, waiting, batch, still_waiting):
         assert not scheduler.block_new_requests
 
 
-def test_what_decodes_comes_back_after_an_error(start, monkeypatch):
-    processor = start(2)
-    wait(processor, a=5)
-    monkeypatch.setattr(processor.cache, "can_store_request_tokens", None)
-    with pytest.raises(TypeError):
-        schedule(processor)
-    assert list(processor.scheduler.active_requests) == ["d0", "d1"]
-
-
 def read_chunk(processor, num_tokens=10):
     batch, _, num_tokens, _ = processor.scheduler.schedule_batch(num_tokens, 1000)
     for future in batch:  # what `prepare_batch_tensors` does

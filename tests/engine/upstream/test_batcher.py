@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers.generation.continuous_batching.requests import RequestState
 
 from cbexp.engine.forward import PlainForward
 from cbexp.engine.requests import RequestBook
@@ -43,15 +42,6 @@ def open_burst(batcher, num_steps):
     burst = batcher.open_burst(8, lambda remaining, is_queue_empty: num_steps)
     (allocator,) = batcher._cache.cache_allocators.values()
     return burst and burst.num_steps, [len(blocks) for blocks in allocator.block_table.values()]
-
-
-def test_transformers_keeps_what_it_gave_when_it_has_no_more(make_processor):
-    """Which is why a burst asks for all rows before it takes for one."""
-    cache = make_processor(num_blocks=2).cache
-    given = [cache.can_store_request_tokens(RequestState(str(row), []), PAGE) for row in range(4)]
-    assert given == [True, True, False, False]
-    (allocator,) = cache.cache_allocators.values()
-    assert [len(blocks) for blocks in allocator.block_table.values()][:2] == [1, 1]
 
 
 def test_a_burst_that_fits_is_reserved_whole_and_no_more_than_a_row_may_still_make(start):
