@@ -66,6 +66,7 @@ def test_forks_with_and_without_room(check_drive, make_prompts, family, allow_bl
     # All but the last token of each prompt once: that is the first one that each generation feeds.
     assert kinds(roomy) == [("prefill", 4, 1), ("decode", 16, 30)]
     assert [step.num_tokens for step in roomy.steps] == [32 + 8 + 15 + 0, 16 * 30]
+    assert roomy.resolved["safety_margin"] == 0
     is_shared = allow_block_sharing and family == "qwen3"
     assert roomy.resolved["block_sharing"] is is_shared
     for share in (0.6, 0.35):

@@ -1,8 +1,6 @@
 """Decode steps by mode on a CPU: the same tokens as eager steps, few programs, each counted, nothing left behind."""
 
-import gc
 import itertools
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -81,22 +79,6 @@ def run_burst(runner, buffers, bucket, num_steps=4):
     return state_of(buffers)
 
 
-def test_eager_steps_are_forward_and_advance(buffers, make_runner):
-    runner, forward = make_runner("eager"), ToyForward(buffers.layers)
-    set_rows(buffers, [3, 9, -1])
-    before = state_of(buffers)
-    runner.prepare(3)
-    assert all(map(torch.equal, state_of(buffers), before))
-    with torch.no_grad():
-        first = forward(buffers.token_ids[:3], buffers.positions[:3])
-    runner.run(3, 1)
-    torch.testing.assert_close(buffers.best_logits[:2], first[:2].amax(-1))
-    runner.run(3, 1)
-    assert buffers.outputs[0].tolist() == [*first[:2].argmax(-1).tolist(), -1] + [-1] * 6
-    assert buffers.positions.tolist() == [5, 11, -1] + [-1] * 6
-    assert int(buffers.step) == 2
-
-
 @pytest.mark.parametrize("mode", ["default", "max_autotune_no_cudagraphs"])
 def test_one_program_serves_all_batches_of_several_rows(buffers, make_runner, mode):
     """One more does a single row, and yet another one all rows of the buffers. What is compiled anew is counted."""
@@ -138,18 +120,6 @@ def test_the_recompile_limit_is_an_error_and_holds_for_the_runner_alone(buffers,
         runner.prepare(1)
     make_runner(recompile_limit=1).prepare(2)
     assert torch._dynamo.config.get_config_copy() == before
-
-
-def test_closing_lets_go_of_forward_and_cache():
-    buffers = build_buffers(3, pools=build_pools(9))
-    runner = build_runner(ToyForward(buffers.layers), buffers, "default")
-    is_gone = [weakref.ref(runner._forward), weakref.ref(buffers.layers[0].pages)]
-    runner.prepare(2)
-    runner.run(2, 1)
-    runner.close()
-    del buffers, runner
-    gc.collect()
-    assert [reference() for reference in is_gone] == [None, None]
 
 
 def test_a_compiler_that_is_not_there_is_an_error(make_runner, monkeypatch):

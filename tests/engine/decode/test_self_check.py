@@ -27,7 +27,6 @@ from tests.engine.decode_fixtures import (
     set_rows,
     state_of,
 )
-from tests.engine.driving import drive
 
 NAN = float("nan")
 FAMILIES = ("qwen3", "gemma2")
@@ -300,13 +299,3 @@ def test_the_average_error_is_over_rows_not_over_batch_sizes():
     errors |= {"mean_logit_error": 0.018, "max_logit_error": 0.18}
     assert summarize_errors([result(1, 0.9), result(9, 0.1)]) == pytest.approx(errors)
     assert summarize_errors([]) == dict.fromkeys(errors)
-
-
-def test_errors_of_a_drivers_steps_in_float64_are_bound_as_strictly_as_in_float32(
-    new_model, make_driver, prompts, greedy
-):
-    model = new_model("qwen3").to(torch.float64)
-    driver = make_driver(model, buckets=(8,), num_blocks=64, fusion="projections")
-    assert drive(driver, prompts) == [greedy(model, prompt, 12) for prompt in prompts]
-    (result,) = driver.resolved["self_check_results"]
-    assert max(result["max_logprob_error"], result["max_logit_error"]) < 1e-5
