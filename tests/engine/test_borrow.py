@@ -129,7 +129,7 @@ def test_training_goes_on_between_rounds(new_model, make_driver, prompts, greedy
 @pytest.mark.parametrize("num_blocks", [None, 60])
 def test_another_dtype_between_rounds_gets_another_cache(new_model, make_driver, prompts, greedy, num_blocks):
     model = new_model("qwen3")
-    driver = make_driver(model, num_blocks=num_blocks)
+    driver = make_driver(model, num_blocks=num_blocks, fusion="projections")
     for dtype in (torch.float32, torch.float64, torch.float32):
         model.to(dtype)
         assert drive(driver, prompts[:2]) == [greedy(model, prompt, 12) for prompt in prompts[:2]]
