@@ -85,7 +85,7 @@ def test_buffers_come_back_as_they_were_also_after_an_error(runner, monkeypatch)
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
 def test_a_driver_gives_the_same_tokens_before_and_after(family, shared_model, make_prompts, make_driver):
-    driver = make_driver(shared_model(family), num_blocks=30, max_burst=8, max_requests_per_batch=4)
+    driver = make_driver(shared_model(family), num_blocks=28, max_burst=8, max_requests_per_batch=4)
     before = drive(driver, make_prompts((5, 17, 40)))
     seconds = driver.time_decode_steps(batch=4, context=50, num_steps=8, num_bursts=2)
     assert len(seconds) == 2
@@ -96,9 +96,9 @@ def test_a_driver_gives_the_same_tokens_before_and_after(family, shared_model, m
         ({"batch": 4, "context": 50, "num_steps": 9}, "num_steps=9 must be from 1 to 8"),
         (
             {"batch": 1, "context": 300},
-            r"a row of \d+ tokens takes 38 blocks, and the block table holds 3[02]",
+            r"a row of \d+ tokens takes 38 blocks, and the block table holds (28|32)",
         ),
-        ({"batch": 4, "context": 250}, "4 rows of .* do not fit in the cache"),
+        ({"batch": 4, "context": 220}, "4 rows of .* do not fit in the cache"),
     ):
         with pytest.raises(EngineError, match=message):
             driver.time_decode_steps(**({"num_steps": 8} | asked))
