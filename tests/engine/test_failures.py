@@ -13,6 +13,7 @@ from cbexp.engine.decode.step import EagerSteps
 from cbexp.engine.driver import _Engine
 from cbexp.engine.requests import RequestBook
 from cbexp.engine.upstream import Batcher
+from cbexp.engine.upstream.admission import AdmissionControl
 from tests.engine.driving import check_cache_at_rest, drive
 
 
@@ -68,6 +69,7 @@ def ctrl_c(original, *args):
 PLACES = {
     "submitting": (Batcher, "submit", 2, nothing, 0),
     "taking the model over": (Decoder, "begin", 1, nothing, 0),
+    "scheduling beside rows that decode": (AdmissionControl, "_schedule_upstream", 2, nothing, 6),
     "the forward of prompts": (Batcher, "_run_forward", 2, nothing, 6),
     "updating a batch": (ContinuousBatchProcessor, "update_batch", 2, all_of_it, 7),
     "rows on their way up": (RowUpload, "upload", 2, nothing, 7 * 5),
