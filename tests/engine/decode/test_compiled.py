@@ -129,6 +129,7 @@ def test_one_program_serves_all_of_a_trainers_life(
     assert model.training
     assert model.is_activation_checkpointing
     assert {p.requires_grad for p in model.model.layers[0].parameters()} == {False}
+    assert model.lm_head.weight.requires_grad
     model.eval()
     model.activation_checkpointing_disable()
     assert tokens == expected()
