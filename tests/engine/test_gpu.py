@@ -184,3 +184,17 @@ def test_a_weight_update_on_the_callers_stream_is_seen(new_model, make_driver, p
                 delay = delay @ delay / 4096
             weight.copy_(weight.flip(0) + 0 * delay[0, 0].nan_to_num())
         assert drive(driver, prompts) == [greedy(model, prompt, NUM_NEW) for prompt in prompts]
+        assert {(len(c), c.finish_reason) for c in completions.values()} == {(50, "length")}
+    assert driver.resolved["dtype"] == "bfloat16"
+
+
+def test_close_gives_the_memory_back(new_model, make_driver, prompts):
+    model = new_model("qwen3").cuda()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    driver = make_driver(model, num_blocks=200_000, max_batch_tokens=64)
+    assert torch.cuda.memory_allocated() - before > 2**28
+    drive(driver, prompts)
+    driver.close()
+    # cuBLAS keeps its workspaces.
+    assert torch.cuda.memory_allocated() - before < 2**27
