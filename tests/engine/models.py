@@ -43,6 +43,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     # Attention sinks, experts, sliding and full layers.
     "gpt_oss": ("GptOss", {"sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3_moe": ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
+    "llama, one head of keys": ("Llama", {"num_key_value_heads": 1}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2, sliding": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 10, "max_window_layers": 1},
+    ),
+    # Heads that are wider together than the hidden state.
+    "qwen3, wide heads": ("Qwen3", {"head_dim": 16}),
+    "phi3, sliding": ("Phi3", {"sliding_window": 9}),
+    "olmo2": ("Olmo2", {}),
+    # Its second layer has no rotary positions.
+    "smollm3, sliding": (
+        "SmolLM3",
+        {"no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 11},
+    ),
 }
 PROMPT_LENGTHS = (1, 2, 7, 16, 17, 40, 63)
 
@@ -57,7 +72,7 @@ def build_model(family: str, **changes: Any) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() > 1 or name.endswith("sinks"):
+            if parameter.dim() > 1 or name.endswith(("sinks", "bias")):
                 parameter.normal_(std=0.3, generator=generator)
     return model.eval()
 

@@ -3,9 +3,9 @@
 import copy
 import gc
 import random
-import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import numpy
 import pytest
@@ -21,36 +21,29 @@ from tests.engine.driving import cache_of, drive
 
 def snapshot(model):
     return {
-        "modes": {name: module.training for name, module in model.named_modules()},
-        "attention": model.config._attn_implementation,
+        "modules": {name: (m.training, sorted(vars(m))) for name, m in model.named_modules()},
+        "hooks": [len(module._forward_pre_hooks) for module in model.modules()],
         "config": copy.deepcopy(vars(model.config)),
-        "attributes": {name: sorted(vars(module)) for name, module in model.named_modules()},
-        "hooks": {name: len(module._forward_pre_hooks) for name, module in model.named_modules()},
-        "forward": type(model).forward,
         "generation_config": model.generation_config.to_dict(),
-        "requires_grad": {name: parameter.requires_grad for name, parameter in model.named_parameters()},
-        "weights": {name: parameter.tolist() for name, parameter in model.named_parameters()},
-        "torch_rng": torch.get_rng_state().tolist(),
-        "python_rng": random.getstate(),
-        "numpy_rng": numpy.random.get_state()[1].tolist(),
-        "grad_enabled": torch.is_grad_enabled(),
-        "inference_mode": torch.is_inference_mode_enabled(),
+        "weights": {name: (p.requires_grad, p.tolist()) for name, p in model.named_parameters()},
+        "rng": (torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist()),
+        "grad_and_inference": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
     }
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
-@pytest.mark.parametrize("ends_badly", [False, True], ids=["good", "error"])
-@pytest.mark.parametrize("fusion", ["none", "projections"])
+@pytest.mark.parametrize(
+    ("family", "fusion", "ends_badly"),
+    [("qwen3", "projections", False), ("qwen3", "projections", True), ("gemma2", "none", True)],
+)
 def test_everything_is_as_before(new_model, make_driver, prompts, family, ends_badly, fusion):
     model = new_model(family)
     model.train()
     model.model.layers[0].eval()  # a caller may keep parts out of training
     model.lm_head.weight.requires_grad_(False)
-    seen = {}
+    seen = []
 
     def look_inside(index, info):
-        seen["training"] = any(module.training for module in model.modules())
-        seen["grad"] = torch.is_grad_enabled()
+        seen.append((any(module.training for module in model.modules()), torch.is_grad_enabled()))
         if ends_badly:
             raise ArithmeticError
 
@@ -58,19 +51,15 @@ def test_everything_is_as_before(new_model, make_driver, prompts, family, ends_b
     driver = make_driver(model, num_blocks=64, fusion=fusion, on_step=look_inside)
     assert snapshot(model) == before
     driver.add_requests(prompts)
-    if ends_badly:
-        with pytest.raises(ArithmeticError):
-            driver.drive_until_empty()
-    else:
+    with pytest.raises(ArithmeticError) if ends_badly else nullcontext():
         driver.drive_until_empty()
     assert snapshot(model) == before
-    assert seen == {"training": False, "grad": False}
+    assert set(seen) == {(False, False)}
     driver.close()
     assert snapshot(model) == before
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
-@pytest.mark.parametrize("settings", [{}, {"num_blocks": 64}], ids=["growing", "fixed"])
+@pytest.mark.parametrize(("family", "settings"), [("qwen3", {}), ("gemma2", {"num_blocks": 64})])
 def test_the_callers_own_modes_change_nothing(shared_model, check_drive, prompts, family, settings):
     """Inference mode, of which a cache outlives the drive, and autocast."""
     shared_model(family)  # made outside
@@ -93,7 +82,6 @@ def test_what_upstream_would_take_up_is_left_alone(new_model, make_driver, promp
     assert model._cached_continuous_batching_manager is marker
     model_runner = driver._engine.batcher._processor.model_runner
     assert (model_runner._compiled_varlen, model_runner._compiled_decode) == (None, None)
-    assert driver.resolved["compile_mode"] is None
 
 
 @pytest.mark.parametrize("compile_mode", ["eager", pytest.param("default", marks=pytest.mark.slow)])
@@ -111,11 +99,6 @@ def test_close_frees_the_cache_at_once(shared_model, make_driver, prompts, compi
         assert [reference() for reference in cache] == [None] * len(cache)
     finally:
         gc.enable()
-
-
-def test_a_cache_that_cannot_fit_names_what_to_lower(shared_model, make_driver):
-    with pytest.raises(MemoryError, match="lower num_blocks, max_batch_tokens or max_requests_per_batch"):
-        make_driver(shared_model("qwen3"), num_blocks=10**9)
 
 
 # Changed between drives
@@ -146,17 +129,22 @@ def test_training_goes_on_between_rounds(new_model, make_driver, prompts, greedy
 @pytest.mark.parametrize("num_blocks", [None, 60])
 def test_another_dtype_between_rounds_gets_another_cache(new_model, make_driver, prompts, greedy, num_blocks):
     model = new_model("qwen3")
-    driver = make_driver(model, num_blocks=num_blocks)
+    driver = make_driver(model, num_blocks=num_blocks, fusion="projections")
     for dtype in (torch.float32, torch.float64, torch.float32):
         model.to(dtype)
         assert drive(driver, prompts[:2]) == [greedy(model, prompt, 12) for prompt in prompts[:2]]
 
 
-def test_an_adapter_is_switched_trained_and_merged(new_model, make_driver, prompts, greedy, references):
-    """PEFT's default initialisation is a no-op, hence random weights."""
+@pytest.mark.parametrize("compile_mode", ["eager", pytest.param("default", marks=pytest.mark.slow)])
+def test_an_adapter_is_switched_trained_and_merged(
+    new_model, make_driver, prompts, greedy, references, compile_mode
+):
+    """With blocks shared within a round: keys and values of one policy never serve another."""
+    # PEFT's default initialisation is a no-op, hence random weights.
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False)
     model = get_peft_model(new_model("qwen3"), config).train()
-    driver = make_driver(model)
+    settings = {"fusion": "projections", "allow_block_sharing": True, "num_blocks": 80, "buckets": (4,)}
+    driver = make_driver(model, compile_mode=compile_mode, **settings)
     assert driver.resolved["model_class"] == "Qwen3ForCausalLM"
 
     def check():
@@ -165,6 +153,7 @@ def test_an_adapter_is_switched_trained_and_merged(new_model, make_driver, promp
         model.eval()
         assert tokens == [greedy(model, prompt, 12) for prompt in prompts]
         model.train()
+        assert driver.compile_stats["recompiles"] == 0
         return tokens
 
     attached = check()
@@ -205,69 +194,28 @@ def state(model):
     )
 
 
-USES = {
-    "drive": lambda driver, model, make_driver: driver.drive_until_empty(),
-    "warmup": lambda driver, model, make_driver: driver.warmup(),
-    "time": lambda driver, model, make_driver: driver.time_decode_steps(1, 8, 4),
-    "construct": lambda driver, model, make_driver: make_driver(model),
-    "close": lambda driver, model, make_driver: driver.close(),
-}
-
-
-@pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("fusion", ["none", "projections"])
-def test_another_thread_is_refused_with_nothing_changed(
-    new_model, make_driver, prompts, references, use, fusion
-):
-    model = new_model("qwen3").train()
-    other = make_driver(model, num_blocks=64, fusion=fusion)
-    if use != "close":  # which drops what is queued
-        other.add_requests(prompts)
-    inside = []
+def test_another_thread_is_refused_with_nothing_changed(new_model, make_driver, prompts, references):
+    model, expected = new_model("qwen3").train(), references("qwen3", prompts)
+    other, closed = (make_driver(model, num_blocks=64, fusion="projections") for _ in range(2))
+    other.add_requests(prompts)
+    uses = [other.drive_until_empty, other.warmup, lambda: other.time_decode_steps(1, 8, 4)]
+    uses += [lambda: make_driver(model), closed.close]
 
     def interfere(index, info):
-        if not inside:
-            inside.append(state(model))
+        inside = state(model)
+        for use in uses if index == 0 else ():
             with pytest.raises(EngineError, match=REFUSED):
-                in_another_thread(USES[use], other, model, make_driver)
-            inside.append(state(model))
+                in_another_thread(use)
+            assert state(model) == inside
 
-    driver = make_driver(model, fusion=fusion, on_step=interfere)
+    driver = make_driver(model, fusion="projections", on_step=interfere)
     before = state(model)[:3]
-    assert drive(driver, prompts) == references("qwen3", prompts)
-    assert inside[0] == inside[1]
+    assert drive(driver, prompts) == expected
     assert state(model)[:3] == before
-    if use == "close":
-        other.close()
-        assert other._engine is None
-    else:  # what it had queued was kept
-        assert [c.completion_ids for c in other.drive_until_empty().values()] == references("qwen3", prompts)
-
-
-def test_drives_of_many_threads_on_one_model(new_model, make_driver, prompts, references):
-    """Each is served or refused; none is wrong, and the model comes back as it was."""
-    model, expected = new_model("qwen3").train(), references("qwen3", prompts)
-    drivers = [make_driver(model, fusion="projections") for _ in range(3)]
-    before = state(model)[:3]
-    start, outcomes = threading.Barrier(len(drivers)), []
-
-    def drive_often(driver):
-        num_queued = 0
-        start.wait()
-        for _ in range(8):
-            driver.add_requests(prompts)
-            num_queued += 1
-            try:
-                completions = driver.drive_until_empty().values()
-                outcomes.append([c.completion_ids for c in completions] == expected * num_queued)
-                num_queued = 0
-            except EngineError as error:
-                outcomes.append(REFUSED in str(error))
-
-    with ThreadPoolExecutor(len(drivers)) as pool:
-        list(pool.map(drive_often, drivers))
-    assert outcomes == [True] * 24
-    assert state(model)[:3] == before
+    closed.close()
+    assert closed._engine is None
+    # What the other one had queued was kept.
+    assert [c.completion_ids for c in other.drive_until_empty().values()] == expected
 
 
 def test_a_drive_inside_a_drive_of_the_same_thread(new_model, make_driver, prompts, references):

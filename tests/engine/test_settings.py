@@ -38,8 +38,6 @@ def test_max_new_tokens_request_over_config_over_generation_config(new_model, ma
 
     model, two = new_model("qwen3"), GenerationConfig(max_new_tokens=2)
     driver = make_driver(model, two, max_new_tokens=3)
-    assert lengths(driver) == [3, 3]
-    assert lengths(driver, max_new_tokens=4) == [4, 4]
     assert lengths(driver, max_new_tokens=[1, 5]) == [1, 5]
     assert lengths(driver) == [3, 3]
     assert lengths(make_driver(model, two, max_new_tokens=None)) == [2, 2]
@@ -51,11 +49,7 @@ def test_max_new_tokens_request_over_config_over_generation_config(new_model, ma
     assert lengths(make_driver(model, max_new_tokens=None)) == [6, 6]
 
 
-IDS_AS_THEY_COME = (5, [5], (5,), np.int64(5), np.array([5]), [np.int64(5)])
-IDS_AS_THEY_COME += (torch.tensor(5), torch.tensor([5]), [torch.tensor(5)])
-
-
-@pytest.mark.parametrize("ids", IDS_AS_THEY_COME, ids=repr)
+@pytest.mark.parametrize("ids", [5, (np.int64(5),), torch.tensor([5])], ids=repr)
 def test_eos_ids_come_in_all_shapes_and_those_of_the_config_count(ids):
     assert resolve(eos_token_id=ids).eos_token_ids == (5,)
     assert resolve(with_values(eos_token_id=ids)).eos_token_ids == (5,)
@@ -63,7 +57,7 @@ def test_eos_ids_come_in_all_shapes_and_those_of_the_config_count(ids):
     assert resolve(with_values(eos_token_id=ids), eos_token_id=()).eos_token_ids == ()
 
 
-@pytest.mark.parametrize("ids", [5.0, True, [[5]], "5", [2, None], VOCAB_SIZE, [1, -1], 10**9], ids=repr)
+@pytest.mark.parametrize("ids", [5.0, True, "5", VOCAB_SIZE, [1, -1]], ids=repr)
 def test_eos_ids_that_are_none_of_the_models(ids):
     message = r"eos_token_id .* \(\w+\) is not a token id of this model: a plain int, 0 to 96"
     with pytest.raises(ValueError, match=f"^{message}"):
@@ -78,39 +72,21 @@ def test_eos_ids_that_are_none_of_the_models(ids):
 
 @pytest.mark.parametrize(
     ("name", "value", "error"),
-    [
-        *(("max_new_tokens", value, TypeError) for value in ("x", 2.5, True)),
-        ("max_new_tokens", 0, ValueError),
-        ("pad_token_id", "x", TypeError),
-    ],
+    [("max_new_tokens", 2.5, TypeError), ("max_new_tokens", 0, ValueError), ("pad_token_id", "x", TypeError)],
 )
 def test_what_a_generation_config_may_not_say_where_it_counts(name, value, error):
     with pytest.raises(error, match=rf"generation_config\.{name}.*{value}"):
         resolve(with_values(**{name: value}))
     resolve(with_values(**{name: value}), **{name: 3})
-
-
-def test_a_pad_token_of_a_generation_config_may_be_any():
-    assert resolve(with_values(pad_token_id=-1)).pad_token_id == -1  # as the first Llama's
-    with pytest.raises(ValueError, match="pad_token_id -5"):
-        resolve(pad_token_id=-5)
+    # Any pad token but its own, as the first Llama's.
+    assert resolve(with_values(pad_token_id=-1)).pad_token_id == -1
 
 
 def test_nothing_else_of_a_generation_config_leaks_in(new_model, make_driver, prompts, references):
     model = new_model("qwen3")
-    model.generation_config = GenerationConfig(
-        do_sample=True,
-        temperature=5.0,
-        top_k=3,
-        repetition_penalty=3.0,
-        no_repeat_ngram_size=1,
-        num_return_sequences=4,
-        min_new_tokens=2,
-        forced_eos_token_id=90,
-        suppress_tokens=list(range(40)),
-        max_length=5,
-        stop_strings=["x"],
-    )
+    sampling = {"do_sample": True, "temperature": 5.0, "top_k": 3, "num_return_sequences": 4}
+    processors = {"repetition_penalty": 3.0, "forced_eos_token_id": 90, "suppress_tokens": list(range(40))}
+    model.generation_config = GenerationConfig(**sampling, **processors, min_new_tokens=2, max_length=5)
     before = model.generation_config.to_dict()
     for given in (None, model.generation_config):
         assert drive(make_driver(model, given), prompts) == references("qwen3", prompts)
@@ -122,53 +98,33 @@ def test_nothing_else_of_a_generation_config_leaks_in(new_model, make_driver, pr
 # What is refused
 
 NO_CHOICE = "is not a choice: "
-AT_LEAST = "is too small: it must be at least"
-ON_ENGINE = "works on the engine's own decode steps: it needs attn_implementation='cbexp', not 'sdpa'"
 
 
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
         ({"page_size": "256"}, TypeError, "page_size='256' must be a whole number"),
-        ({"num_blocks": 2.5}, TypeError, "num_blocks=2.5 must be a whole number"),
-        ({"max_burst": None}, TypeError, "max_burst=None must be a whole number"),
         ({"max_new_tokens": True}, TypeError, "max_new_tokens=True must be a whole number"),
         ({"allow_block_sharing": "off"}, TypeError, "allow_block_sharing='off' must be True or False"),
-        ({"self_check": 1}, TypeError, "self_check=1 must be True or False"),
         ({"buckets": "14"}, TypeError, "buckets='14' must be a list of whole numbers"),
-        ({"buckets": [1.5]}, TypeError, "must be a list of whole numbers"),
         ({"on_step": 3}, TypeError, "on_step=3 must be a function"),
-        ({"page_size": 3}, ValueError, f"page_size=3 {AT_LEAST} 4"),
-        *(({name: 0}, ValueError, f"{name}=0 {AT_LEAST} 1") for name in ("num_blocks", "max_batch_tokens")),
-        *(({name: 0}, ValueError, f"{name}=0 {AT_LEAST} 1") for name in ("max_burst", "recompile_limit")),
-        ({"max_requests_per_batch": 0}, ValueError, f"max_requests_per_batch=0 {AT_LEAST} 1"),
-        ({"max_new_tokens": 0}, ValueError, f"max_new_tokens=0 {AT_LEAST} 1"),
+        ({"page_size": 3}, ValueError, "page_size=3 is too small: it must be at least 4"),
+        ({"num_blocks": 0}, ValueError, "num_blocks=0 is too small: it must be at least 1"),
         ({"max_burst": 10**9}, ValueError, "at most 4096"),
         ({"scheduler": "lifo"}, ValueError, f"scheduler='lifo' {NO_CHOICE}'fifo', 'prefill_first'"),
-        (
-            {"compile_mode": "reduce-overhead"},
-            ValueError,
-            f"{NO_CHOICE}'eager', 'default', 'reduce_overhead'",
-        ),
-        ({"compile_mode": None}, ValueError, f"compile_mode=None {NO_CHOICE}"),
-        ({"batch_shape": "round"}, ValueError, f"batch_shape='round' {NO_CHOICE}"),
-        ({"fusion": "all"}, ValueError, f"fusion='all' {NO_CHOICE}"),
+        ({"compile_mode": "none"}, ValueError, f"{NO_CHOICE}'eager', 'default', 'reduce_overhead'"),
         *(({"buckets": b}, ValueError, "from 1 to 1024 in ascending") for b in ((), (0, 4), (4, 4), [1025])),
         ({"buckets": (2, 4), "max_requests_per_batch": 5}, ValueError, "buckets end at 4"),
         ({"buckets": (2, 4), "batch_shape": "natural"}, EngineError, "buckets are without effect"),
         ({"do_sample": True}, EngineError, "do_sample=True is not available yet"),
         ({"recompile_limit": 5}, EngineError, "without effect when compile_mode='eager'"),
         *(
-            ({"attn_implementation": "sdpa", name: value}, EngineError, f"{name}={value!r} {ON_ENGINE}")
-            for name, value in {
-                "compile_mode": "cuda_graph",
-                "batch_shape": "full",
-                "buckets": (1, 2),
-                "max_burst": 3,
-                "self_check": False,
-                "recompile_limit": 5,
-                "fusion": "layers",
-            }.items()
+            (
+                {"attn_implementation": "sdpa", name: value},
+                EngineError,
+                f"{name}={value!r} works on the engine's own decode steps: it needs attn_implementation='cbexp'",
+            )
+            for name, value in (("compile_mode", "cuda_graph"), ("self_check", False), ("fusion", "layers"))
         ),
     ],
     ids=str,
@@ -185,24 +141,21 @@ def test_what_needs_cuda_is_refused_elsewhere():
     for name, mode in COMPILE_MODES.items():
         if mode.graphs is None:
             check_device(CBSyncConfig(compile_mode=name), "cpu")
-    needing = {
-        f"compile_mode={name!r}": {"compile_mode": name}
-        for name, mode in COMPILE_MODES.items()
-        if mode.graphs
-    }
-    for setting, values in (needing | {"fusion='layers'": {"fusion": "layers"}}).items():
+    needing = [{"compile_mode": name} for name, mode in COMPILE_MODES.items() if mode.graphs]
+    for values in (*needing, {"fusion": "layers"}):
         check_device(CBSyncConfig(**values), "cuda")
-        with pytest.raises(
-            EngineError, match=f"{setting} needs a CUDA device, and the model is on cpu: .*'eager'"
-        ):
+        ((name, value),) = values.items()
+        message = f"{name}='{value}' needs a CUDA device, and the model is on cpu: .*'eager'"
+        with pytest.raises(EngineError, match=message):
             check_device(CBSyncConfig(**values), "cpu")
 
 
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"fusion": "all"}, ValueError, "fusion='all'"),
+        ({"fusion": "all"}, ValueError, f"fusion='all' {NO_CHOICE}"),
         ({"eos_token_id": VOCAB_SIZE}, ValueError, "eos_token_id 97"),
+        ({"pad_token_id": -5}, ValueError, "pad_token_id -5"),
         ({"compile_mode": "cuda_graph"}, EngineError, "needs a CUDA device"),
         ({"attn_implementation": "eager"}, EngineError, "neither the engine's own .* loaded with .'sdpa'"),
     ],
@@ -212,13 +165,11 @@ def test_a_driver_checks_its_settings(shared_model, make_driver, settings, error
         make_driver(shared_model("qwen3"), **settings)
 
 
-@pytest.mark.parametrize("given", [{"eos_token_id": 5}, "eos", 5, GenerationConfig, CBSyncConfig()])
-def test_configs_of_another_type_are_refused(shared_model, given):
+def test_configs_of_another_type_are_refused(shared_model):
     with pytest.raises(TypeError, match=r"pass a GenerationConfig|the third argument"):
-        SyncCBDriver(shared_model("qwen3"), given)
-    if not isinstance(given, CBSyncConfig):
-        with pytest.raises(TypeError, match="pass a CBSyncConfig"):
-            SyncCBDriver(shared_model("qwen3"), None, given)
+        SyncCBDriver(shared_model("qwen3"), CBSyncConfig())
+    with pytest.raises(TypeError, match="pass a CBSyncConfig"):
+        SyncCBDriver(shared_model("qwen3"), None, {"eos_token_id": 5})
 
 
 # What is recorded
@@ -267,13 +218,14 @@ def test_resolved_settings_are_plain_json_and_what_runs(shared_model, make_drive
     }
 
 
-@pytest.mark.parametrize(("family", "can_share"), [("qwen3", True), ("mistral", False), ("gemma2", False)])
-@pytest.mark.parametrize("asked", [False, True])
-def test_block_sharing_is_recorded_as_it_runs(shared_model, recwarn, family, can_share, asked):
+@pytest.mark.parametrize(
+    ("family", "asked", "is_shared", "has_warning"),
+    [("qwen3", True, True, False), ("mistral", True, False, True), ("mistral", False, False, False)],
+)
+def test_block_sharing_is_recorded_as_it_runs(shared_model, recwarn, family, asked, is_shared, has_warning):
     """Models with sliding windows cannot share; whoever asks for it is warned."""
     config = CBSyncConfig(page_size=8, num_blocks=40, allow_block_sharing=asked)
     with SyncCBDriver(shared_model(family), config=config) as driver:
-        assert driver.resolved["block_sharing"] is (asked and can_share)
+        assert driver.resolved["block_sharing"] is is_shared
     warned = [(str(warning.message).split(" with")[0], warning.filename) for warning in recwarn]
-    has_no_effect = [("allow_block_sharing=True has no effect", __file__)]
-    assert warned == (has_no_effect if asked and not can_share else [])
+    assert warned == [("allow_block_sharing=True has no effect", __file__)] * has_warning

@@ -1,13 +1,7 @@
-"""What is recorded of steps and of requests' times, and how few calls are between a drive and its steps."""
-
-import inspect
-from types import SimpleNamespace
+"""What is recorded of steps and of requests' times."""
 
 import pytest
 
-from cbexp.engine.decode import decoder as decoder_module
-from cbexp.engine.decode.runners import GraphRunner
-from cbexp.engine.decode.step import EagerSteps
 from tests.engine.driving import drive
 
 
@@ -35,20 +29,17 @@ def test_each_step_is_recorded_and_reported(shared_model, make_driver, make_prom
     assert driver.steps[-1].cache_used_fraction == pytest.approx((2 + 3) / 64)
 
 
-def test_step_indices_count_over_the_drivers_life_and_steps_over_a_drive(shared_model, make_driver, prompts):
+def test_step_indices_count_over_the_drivers_life_and_steps_over_a_drive(
+    shared_model, make_driver, make_prompts
+):
     """A burst counts all of its steps."""
-    indices = []
-    driver = make_driver(shared_model("qwen3"), on_step=lambda index, info: indices.append(index))
-    for _ in range(3):
-        drive(driver, prompts, max_new_tokens=4)
-        assert [step.num_steps for step in driver.steps] == [1, 3]
-    assert indices == [0, 1, 4, 5, 8, 9]
-
-
-def test_waiting_requests_are_counted(shared_model, make_driver, make_prompts):
-    driver = make_driver(shared_model("qwen3"), max_requests_per_batch=1, num_blocks=64)
-    drive(driver, make_prompts((5, 5, 5)), max_new_tokens=2)
-    assert [step.num_waiting for step in driver.steps] == [2, 2, 1, 1, 0, 0]
+    indices, settings = [], {"max_requests_per_batch": 1, "num_blocks": 64}
+    driver = make_driver(shared_model("qwen3"), on_step=lambda index, info: indices.append(index), **settings)
+    for _ in range(2):
+        drive(driver, make_prompts((5, 5, 5)), max_new_tokens=4)
+        assert [step.num_steps for step in driver.steps] == [1, 3] * 3
+        assert [step.num_waiting for step in driver.steps] == [2, 2, 1, 1, 0, 0]
+    assert indices == [0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21]
 
 
 @pytest.mark.parametrize("num_blocks", [64, 20], ids=["roomy", "evicting"])
@@ -76,43 +67,3 @@ def test_a_fork_has_the_times_of_its_own_first_step(shared_model, make_driver, p
     assert {one.scheduled_s for one in times[2::2]} == {driver.steps[0].start_s}
     assert {one.scheduled_s for one in times[3::2]} == {driver.steps[1].start_s}
     assert {one.finished_s for one in times} == {driver.steps[-1].end_s}
-
-
-class RecordedGraphs(GraphRunner):
-    """Replays steps that are no graphs, and keeps the calls that led to each."""
-
-    def __init__(self, steps):
-        self._steps, self._graphs, self.stacks = steps, {}, []
-        self._device, self.stats = -1, steps.stats  # torch's number for no device
-
-    def prepare(self, bucket):
-        def replay():
-            self.stacks.append(inspect.stack()[1:])
-            self._steps.run(bucket, 1)
-
-        self._graphs[bucket] = SimpleNamespace(replay=replay)
-
-    def close(self):
-        self._steps.close()
-
-
-def test_few_calls_are_between_a_drive_and_a_replay(
-    shared_model, make_driver, prompts, references, monkeypatch
-):
-    """Who reads how a step comes about reads them."""
-    runners = []
-
-    def build(forward, buffers, *args, **kwargs):
-        runners.append(RecordedGraphs(EagerSteps(forward, buffers)))
-        return runners[-1]
-
-    driver = make_driver(shared_model("qwen3"), num_blocks=64)
-    monkeypatch.setattr(decoder_module, "build_runner", build)
-    assert drive(driver, prompts) == references("qwen3", prompts)
-    (runner,) = runners
-    assert len(runner.stacks) == 11
-    for stack in runner.stacks:
-        names = [frame.function for frame in stack]
-        between = stack[: names.index("drive_until_empty") + 1]
-        assert len(between) <= 7, names
-        assert len({frame.filename for frame in between}) <= 4

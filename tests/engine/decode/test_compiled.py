@@ -7,9 +7,7 @@ import time
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 
-from cbexp.engine import EngineError
 from cbexp.engine.decode.step import EagerSteps
 from cbexp.engine.operators import declare_operators
 from tests.engine.driving import check_cache_at_rest, drive
@@ -31,11 +29,7 @@ def test_no_operator_is_new_to_the_compiler():
     from torch._inductor.lowering import FALLBACK_ALLOW_LIST
 
     operators = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("cbexp::")}
-    assert (
-        {"cbexp::choose_from_hidden", "cbexp::paged_decode_attention"}
-        <= operators
-        <= set(FALLBACK_ALLOW_LIST)
-    )
+    assert {"cbexp::paged_decode_attention"} <= operators <= set(FALLBACK_ALLOW_LIST)
 
 
 def cpu_seconds(driver):
@@ -48,18 +42,17 @@ def cpu_seconds(driver):
     return min(seconds)
 
 
-def blocks_of_200_mb(model):
-    return 400_000 // model.config.num_hidden_layers
-
-
 def require_no_pass_over_the_cache(driver, model, make_driver):
     """Steps cost as much as eager ones on a small cache; with a copy of the large one they would ten times that."""
     assert cpu_seconds(driver) < 4 * cpu_seconds(make_driver(model, num_blocks=40))
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
-def test_the_cost_of_eager_steps_does_not_grow_with_the_cache(shared_model, make_driver, family):
-    model = shared_model(family)
+def blocks_of_200_mb(model):
+    return 400_000 // model.config.num_hidden_layers
+
+
+def test_the_cost_of_eager_steps_does_not_grow_with_the_cache(shared_model, make_driver):
+    model = shared_model("gemma3")
     driver = make_driver(model, num_blocks=blocks_of_200_mb(model))
     require_no_pass_over_the_cache(driver, model, make_driver)
 
@@ -72,7 +65,6 @@ def test_the_cost_of_eager_steps_does_not_grow_with_the_cache(shared_model, make
         ("gpt_oss", {"num_hidden_layers": 1}),
         ("qwen3_moe", {"num_hidden_layers": 1}),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_families_compile_whole_and_copy_no_cache(new_model, make_driver, prompts, greedy, family, changes):
     """Sliding and full layers share one allocation: to a compiler that saw it twice they would be aliases."""
@@ -115,7 +107,7 @@ def test_one_program_serves_all_of_a_trainers_life(
 
     def break_off(runner, bucket, num_steps, original=EagerSteps.run):
         original(runner, bucket, max(1, num_steps // 2))
-        raise ArithmeticError("in the middle")
+        raise ArithmeticError
 
     with monkeypatch.context() as patch, pytest.raises(ArithmeticError):
         patch.setattr(EagerSteps, "run", break_off)
@@ -133,7 +125,6 @@ def test_one_program_serves_all_of_a_trainers_life(
         for parameter in model.parameters():
             if parameter.grad is not None:
                 parameter.sub_(0.1 * parameter.grad)
-                parameter.grad = None
     tokens = drive(driver, prompts, max_new_tokens=limits)
     assert model.training
     assert model.is_activation_checkpointing
@@ -144,47 +135,3 @@ def test_one_program_serves_all_of_a_trainers_life(
     assert tokens == expected()
     model.requires_grad_(True)
     check_a_round()
-
-
-@slow
-@pytest.mark.parametrize("fusion", ["none", "projections"])
-def test_an_adapter_is_switched_between_rounds(new_model, make_driver, prompts, greedy, fusion):
-    """Off and on again, with blocks shared within a round: keys and values of one policy never serve another."""
-    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False)
-    torch.manual_seed(0)
-    model = get_peft_model(new_model("qwen3", num_hidden_layers=1), config).eval()
-    settings = {"fusion": fusion, "allow_block_sharing": True, "buckets": (4,)}
-    driver = make_driver(model, **(COMPILED | settings))
-
-    def check():
-        tokens = drive(driver, prompts)
-        assert tokens == [greedy(model, prompt, 12) for prompt in prompts]
-        programs, recompiles = programs_and_recompiles(driver)
-        assert (programs > 0, recompiles) == (True, 0)
-        return tokens
-
-    attached = check()
-    with model.disable_adapter():
-        plain = check()
-    assert check() == attached != plain
-    assert driver.resolved["fusion"] == fusion
-
-
-def test_code_that_cannot_be_traced_is_named_with_the_mode_and_the_reason(
-    new_model, make_driver, prompts, references
-):
-    model = new_model("qwen3")
-    mlp = model.model.layers[0].mlp
-
-    def look_at_values(hidden):
-        if float(hidden.sum()) > 1e9:
-            raise OverflowError
-        return type(mlp).forward(mlp, hidden)
-
-    mlp.forward = look_at_values
-    driver = make_driver(model, **COMPILED)
-    message = r"default cannot compile the decode step of [24] rows: .*(item|float|data)"
-    for attempt in (driver.warmup, lambda: drive(driver, prompts)):
-        with pytest.raises(EngineError, match=message):
-            attempt()
-    assert drive(make_driver(model), prompts) == references("qwen3", prompts)

@@ -18,25 +18,6 @@ STEPS_EACH, NUM_TIMES = 20, 5
 
 
 @pytest.fixture(scope="module")
-def model():
-    """One layer with the heads of Qwen3-4B, and all else so small that a step is mostly attention."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=2048,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=1,
-        num_attention_heads=32,
-        num_key_value_heads=NUM_KV_HEADS,
-        head_dim=HEAD_DIM,
-        max_position_embeddings=2 * CONTEXT,
-    )
-    model = Qwen3ForCausalLM._from_config(config)
-    model.config._attn_implementation = ATTENTION_NAME
-    return model.to(DEVICE, torch.bfloat16).eval().requires_grad_(False)
-
-
-@pytest.fixture(scope="module")
 def buffers():
     """Every row has pages of its own for `CONTEXT` tokens, 2 GB in all."""
     width, pages_per_block = -(-CONTEXT // PAGE_SIZE), 2
@@ -51,8 +32,13 @@ def buffers():
 
 
 @pytest.fixture(scope="module")
-def forward(model, buffers):
-    """The model's layers fused."""
+def forward(buffers):
+    """One fused layer with the heads of Qwen3-4B, and all else so small that a step is mostly attention."""
+    heads = {"num_attention_heads": 32, "num_key_value_heads": NUM_KV_HEADS, "head_dim": HEAD_DIM}
+    sizes = {"vocab_size": 2048, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1}
+    model = Qwen3ForCausalLM._from_config(Qwen3Config(**heads, **sizes, max_position_embeddings=2 * CONTEXT))
+    model.config._attn_implementation = ATTENTION_NAME
+    model.to(DEVICE, torch.bfloat16).eval().requires_grad_(False)
     choice = ForwardChoice(model, buffers.layers, "layers", 2 * CONTEXT)
     with torch.no_grad():
         choice.begin()

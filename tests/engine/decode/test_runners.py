@@ -1,8 +1,6 @@
 """Decode steps by mode on a CPU: the same tokens as eager steps, few programs, each counted, nothing left behind."""
 
-import gc
 import itertools
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -14,12 +12,11 @@ from cbexp.engine.attention import paged_decode_attention
 from cbexp.engine.decode import compiled
 from cbexp.engine.decode.compiled import GraphTreeSteps
 from cbexp.engine.decode.runners import build_runner
-from cbexp.engine.types import COMPILE_MODES, CompileMode, EngineError
+from cbexp.engine.types import CompileMode, EngineError
 from tests.engine.decode_fixtures import VOCAB_SIZE, build_buffers, build_pools, set_rows, state_of
 
 POSITIONS = (3, 9, -1, 8, 15, 0, 12, 7)
 MAX_ROWS = 9
-COMPILED = ("default", "max_autotune_no_cudagraphs")
 
 
 class ToyForward:
@@ -82,37 +79,14 @@ def run_burst(runner, buffers, bucket, num_steps=4):
     return state_of(buffers)
 
 
-def test_eager_steps_are_forward_and_advance(buffers, make_runner):
-    runner, forward = make_runner("eager"), ToyForward(buffers.layers)
-    set_rows(buffers, [3, 9, -1])
-    with torch.no_grad():
-        first = forward(buffers.token_ids[:3], buffers.positions[:3]).argmax(-1)
-    runner.prepare(3)
-    runner.run(3, 2)
-    assert buffers.outputs[0].tolist() == [first[0], first[1], -1] + [-1] * 6
-    assert buffers.positions.tolist() == [5, 11, -1] + [-1] * 6
-    assert int(buffers.step) == 2
-
-
-@pytest.mark.parametrize("mode", ["eager", "default"])
-@pytest.mark.parametrize("bucket", [1, 5])
-def test_a_step_leaves_the_logits_of_its_tokens_behind(buffers, make_runner, mode, bucket):
-    runner, forward = make_runner(mode), ToyForward(buffers.layers)
-    runner.prepare(bucket)
-    set_rows(buffers, POSITIONS[:bucket])
-    is_active, address = buffers.positions[:bucket] >= 0, buffers.best_logits.data_ptr()
-    with torch.no_grad():
-        logits = forward(buffers.token_ids[:bucket], buffers.positions[:bucket])
-    runner.run(bucket, 1)
-    torch.testing.assert_close(buffers.best_logits[:bucket][is_active], logits.amax(-1)[is_active])
-    assert not buffers.best_logits[bucket:].any()
-    assert buffers.best_logits.data_ptr() == address
-
-
-@pytest.mark.parametrize("mode", COMPILED)
+@pytest.mark.parametrize("mode", ["default", "max_autotune_no_cudagraphs"])
 def test_one_program_serves_all_batches_of_several_rows(buffers, make_runner, mode):
-    """One more does a single row, and yet another one all rows of the buffers."""
+    """One more does a single row, and yet another one all rows of the buffers. What is compiled anew is counted."""
     runner, eager = make_runner(mode), make_runner("eager")
+    set_rows(buffers, POSITIONS)
+    before = state_of(buffers)
+    runner.prepare(8)
+    assert all(map(torch.equal, state_of(buffers), before))
     for buckets, num_programs in (((8, 2, 4, 5), 1), ((1, 3, 1), 2), ((MAX_ROWS, 4), 3)):
         for bucket in buckets:
             expected = run_burst(eager, buffers, bucket)
@@ -123,30 +97,18 @@ def test_one_program_serves_all_batches_of_several_rows(buffers, make_runner, mo
     assert (stats.recompiles, stats.graph_breaks, stats.skipped_cudagraphs) == (0, 0, 0)
     assert (stats.graphs, stats.replays, stats.capture_s) == (0, 0, 0.0)
     assert stats.compile_s > 0
-
-
-@pytest.mark.parametrize("forward_class", [ToyForward, PrintingForward])
-@pytest.mark.parametrize("mode", ["eager", "default"])
-def test_preparing_leaves_live_rows_alone(buffers, make_runner, mode, forward_class):
-    """Also where it fails: a graph break is an error."""
-    runner = make_runner(mode, forward_class)
-    set_rows(buffers, POSITIONS)
-    before = state_of(buffers)
-    if (mode, forward_class) == ("default", PrintingForward):
-        with pytest.raises(EngineError, match="default cannot compile the decode step of 5 rows"):
-            runner.prepare(5)
-    else:
-        runner.prepare(5)
-    assert all(map(torch.equal, state_of(buffers), before))
-
-
-def test_a_recompile_is_counted(buffers, make_runner):
-    runner = make_runner()
-    run_burst(runner, buffers, 4)
-    assert runner.stats.recompiles == 0
     runner._forward.scale = 3
     run_burst(runner, buffers, 4)
-    assert (runner.stats.programs, runner.stats.recompiles) == (2, 1)
+    assert (stats.programs, stats.recompiles) == (4, 1)
+
+
+def test_a_graph_break_is_an_error_that_leaves_live_rows_alone(buffers, make_runner):
+    runner = make_runner("default", PrintingForward)
+    set_rows(buffers, POSITIONS)
+    before = state_of(buffers)
+    with pytest.raises(EngineError, match=r"default cannot compile the decode step of 5 rows: .*print"):
+        runner.prepare(5)
+    assert all(map(torch.equal, state_of(buffers), before))
 
 
 def test_the_recompile_limit_is_an_error_and_holds_for_the_runner_alone(buffers, make_runner):
@@ -160,33 +122,20 @@ def test_the_recompile_limit_is_an_error_and_holds_for_the_runner_alone(buffers,
     assert torch._dynamo.config.get_config_copy() == before
 
 
-def test_closing_lets_go_of_forward_and_cache():
-    buffers = build_buffers(3, pools=build_pools(9))
-    runner = build_runner(ToyForward(buffers.layers), buffers, "default")
-    is_gone = [weakref.ref(runner._forward), weakref.ref(buffers.layers[0].pages)]
-    runner.prepare(2)
-    runner.run(2, 1)
-    runner.close()
-    del buffers, runner
-    gc.collect()
-    assert [reference() for reference in is_gone] == [None, None]
-
-
-@pytest.mark.parametrize("mode", COMPILED)
-def test_a_compiler_that_is_not_there_is_an_error(make_runner, mode, monkeypatch):
-    runner = make_runner(mode)
+def test_a_compiler_that_is_not_there_is_an_error(make_runner, monkeypatch):
+    runner = make_runner()
     with torch.compiler.set_stance("force_eager"), pytest.raises(EngineError, match="compiled nothing"):
         runner.prepare(4)
-    no_compiler = rf"compile_mode='{mode}' compiles C\+\+ for the CPU, and no compiler was found"
+    no_compiler = r"compile_mode='default' compiles C\+\+ for the CPU, and no compiler was found"
     with torch._inductor.config.patch({"cpp.cxx": (None, "no-such-compiler")}):  # noqa: SIM117
         with pytest.raises(EngineError, match=no_compiler):
-            make_runner(mode)
+            make_runner()
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
-    with pytest.raises(EngineError, match=f"{mode} compiles nothing"):
-        make_runner(mode)
+    with pytest.raises(EngineError, match="default compiles nothing"):
+        make_runner()
 
 
-@pytest.mark.parametrize("mode", [name for name, mode in COMPILE_MODES.items() if mode.graphs])
+@pytest.mark.parametrize("mode", ["cuda_graph", "compiled_cuda_graph", "reduce_overhead", "max_autotune"])
 def test_graphs_need_cuda(make_runner, mode):
     with pytest.raises(EngineError, match=f"{mode} captures CUDA graphs, and the model is on cpu"):
         make_runner(mode)
@@ -227,7 +176,7 @@ def test_a_recompile_where_graphs_are_promised_is_an_error(buffers, make_trees, 
 
 @pytest.mark.parametrize(
     ("torch_mode", "num_skipped", "reason"),
-    [("reduce-overhead", 1, "(?!none was recorded)"), ("default", 0, "none was recorded")],
+    [("reduce-overhead", 1, "no reason given"), ("default", 0, "none was recorded")],
 )
 def test_graphs_that_are_not_there_are_an_error(make_trees, torch_mode, num_skipped, reason):
     """Those that the compiler skips, and those that nobody has recorded."""

@@ -20,21 +20,12 @@ from tests.engine.decode_fixtures import (
     state_of,
 )
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_fp32")]
 
 DEVICE = "cuda"
 MAX_ROWS = 12
 POSITIONS = (3, 9, -1, 8, 15, 0, 12, 7, 5, 1, 2)
 FEW_MODES = ("cuda_graph", "compiled_cuda_graph", "reduce_overhead")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _exact_fp32():
-    """TF32 would round the two sides differently; for the module, since programs are bound to it."""
-    allowed = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = allowed
 
 
 class Setting:
@@ -142,7 +133,6 @@ def test_every_mode_makes_the_tokens_of_eager_steps(make_setting, name, family):
 
 # What a graph has of its own -> what the self-check says. The forward run eagerly is right.
 OTHER_WEIGHTS = {
-    "a layer": (lambda model: model.model.layers[1].mlp.down_proj.weight.mul_(1.5), ""),
     # Which leaves nothing in the cache.
     "no attention in the last layer": (
         lambda model: model.model.layers[-1].self_attn.o_proj.weight.zero_(),
@@ -154,14 +144,10 @@ OTHER_WEIGHTS = {
 
 
 @pytest.mark.parametrize("mode", FEW_MODES)
-@pytest.mark.parametrize(
-    ("change", "dtype"),
-    [*((change, torch.float32) for change in OTHER_WEIGHTS), ("scaled logits", torch.bfloat16)],
-    ids=str,
-)
-def test_the_self_check_finds_a_graph_of_other_weights(make_setting, mode, change, dtype):
+@pytest.mark.parametrize("change", OTHER_WEIGHTS)
+def test_the_self_check_finds_a_graph_of_other_weights(setting, mode, change):
     weaken, message = OTHER_WEIGHTS[change]
-    setting, other = make_setting(dtype=dtype), build_decode_model("qwen3", DEVICE).to(dtype)
+    other = build_decode_model("qwen3", DEVICE)
     with torch.no_grad():
         weaken(other)
     runner = setting.prepare(mode, 8, forward=PlainForward(other, setting.buffers.layers))
@@ -196,14 +182,13 @@ def test_another_threads_calls_do_not_break_a_capture(setting):
         thread.join()
 
 
-def test_many_tree_sizes_raise_no_warning_and_leave_no_setting(setting, caplog):
-    before, buckets = torch._inductor.config.get_config_copy(), range(11, 0, -1)
+def test_many_tree_sizes_raise_no_warning(setting, caplog):
+    buckets = range(11, 0, -1)
     with caplog.at_level(logging.WARNING):
         runner = setting.prepare("reduce_overhead", *buckets)
         setting.require_equal_bursts(runner, *buckets)
     assert runner.stats.graphs == 11
     assert not [record for record in caplog.records if "dynamic shapes" in record.getMessage()]
-    assert torch._inductor.config.get_config_copy() == before
 
 
 def settled_memory():
@@ -233,13 +218,6 @@ def test_closing_gives_memory_and_marks_back(setting, mode):
     assert allocated_after <= allocated + 2**17
     assert is_gone() is None
     assert not any(hasattr(layer.pages, "_dynamo_static_input_type") for layer in setting.buffers.layers)
-
-
-def test_a_second_runner_works_after_the_first_is_closed(setting):
-    for mode in ("cuda_graph", "reduce_overhead", "cuda_graph", "reduce_overhead"):
-        runner = setting.prepare(mode, 4, 2)
-        setting.require_equal_bursts(runner, 4, 2)
-        setting.close(runner)
 
 
 class CountingForward(PlainForward):

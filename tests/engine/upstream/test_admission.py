@@ -36,10 +36,6 @@ def schedule(processor):
     return batch if batch is None else ([future.state.request_id for future in batch], num_tokens)
 
 
-def ids_of(requests):
-    return "".join(requests)
-
-
 @pytest.mark.parametrize(
     ("num_decoding", "settings", "waiting", "batch", "still_waiting"),
     [
@@ -65,22 +61,13 @@ def test_a_batch(start, num_decoding, settings, waiting, batch, still_waiting):
     scheduler = processor.scheduler
     wait(processor, **waiting)
     assert schedule(processor) == batch
-    assert ids_of(scheduler.waiting_requests) == still_waiting
+    assert "".join(scheduler.waiting_requests) == still_waiting
     admitted = [request_id for request_id in waiting if request_id not in still_waiting]
     # What decodes is still there, and first.
     assert list(scheduler.active_requests) == [*(f"d{i}" for i in range(num_decoding)), *admitted]
     if batch == ([], 0):
         assert processor.prepare_next_batch() is False
         assert not scheduler.block_new_requests
-
-
-def test_what_decodes_comes_back_after_an_error(start, monkeypatch):
-    processor = start(2)
-    wait(processor, a=5)
-    monkeypatch.setattr(processor.cache, "can_store_request_tokens", None)
-    with pytest.raises(TypeError):
-        schedule(processor)
-    assert list(processor.scheduler.active_requests) == ["d0", "d1"]
 
 
 def read_chunk(processor, num_tokens=10):

@@ -1,12 +1,11 @@
 """Rows for bursts: room for all of them or for none, in order, on blocks that are shared once they are complete."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers.generation.continuous_batching.requests import RequestState
 
-from cbexp.engine.decode import Decoder
 from cbexp.engine.forward import PlainForward
 from cbexp.engine.requests import RequestBook
 from cbexp.engine.upstream import Batcher
@@ -14,19 +13,6 @@ from cbexp.engine.upstream.build import build_page_pools
 from tests.engine.upstream.processors import new_group, settings_for
 
 PAGE = 8
-
-
-class ModelsOwnCode:
-    """A `RunsPrompts` by the model's own code."""
-
-    def __init__(self, model):
-        self.forward = PlainForward(model, ())
-
-    def timing_batch(self):
-        return torch.no_grad()
-
-    def prefill(self, batch, num_rows):
-        return self.forward.prefill(batch, num_rows)
 
 
 @pytest.fixture
@@ -43,7 +29,9 @@ def start(shared_model):
         batcher.begin(RequestBook(groups), safety_margin=0.0, num_slots=8)
         for group in groups:
             batcher.submit(group)
-        assert batcher.run_prefill(ModelsOwnCode(model), time.perf_counter()).num_requests == len(groups)
+        # A `RunsPrompts` by the model's own code.
+        own_code = SimpleNamespace(timing_batch=torch.no_grad, prefill=PlainForward(model, ()).prefill)
+        assert batcher.run_prefill(own_code, time.perf_counter()).num_requests == len(groups)
         return batcher
 
     return start
@@ -56,29 +44,17 @@ def open_burst(batcher, num_steps):
     return burst and burst.num_steps, [len(blocks) for blocks in allocator.block_table.values()]
 
 
-def test_transformers_keeps_what_it_gave_when_it_has_no_more(make_processor):
-    """Which is why a burst asks for all rows before it takes for one."""
-    cache = make_processor(num_blocks=2).cache
-    given = [cache.can_store_request_tokens(RequestState(str(row), []), PAGE) for row in range(4)]
-    assert given == [True, True, False, False]
-    (allocator,) = cache.cache_allocators.values()
-    assert [len(blocks) for blocks in allocator.block_table.values()][:2] == [1, 1]
-
-
-def test_a_burst_that_fits_is_reserved_whole(start):
+def test_a_burst_that_fits_is_reserved_whole_and_no_more_than_a_row_may_still_make(start):
     # 25, 20 and 32 tokens.
     assert open_burst(start(20, [8, 3, 15], [40] * 3), 17) == (17, [4, 3, 4])
-
-
-def test_a_row_takes_no_more_than_it_may_still_make(start):
-    """The first one two tokens, of which the last is never stored."""
+    # The first one two tokens, of which the last is never stored.
     assert open_burst(start(20, [8, 8], [3, 10]), 9) == (9, [2, 3])
 
 
 @pytest.mark.parametrize(
     ("num_free", "num_steps", "blocks"),
     # Three full blocks; each further page of all rows takes three blocks more, and with less there is no burst.
-    [(9, 24, 4), (8, 12, 3), (6, 12, 3), (5, 6, 2), (3, 6, 2), (2, None, 1), (1, None, 1), (0, None, 1)],
+    [(9, 24, 4), (8, 12, 3), (5, 6, 2), (2, None, 1), (0, None, 1)],
 )
 def test_a_burst_without_room_is_halved_until_it_has(start, num_free, num_steps, blocks):
     assert open_burst(start(3 + num_free, [8] * 3, [40] * 3), 24) == (num_steps, [blocks] * 3)
@@ -116,24 +92,16 @@ def prefilled(driver):
     return [step.num_tokens for step in driver.steps if step.kind == "prefill"]
 
 
-@pytest.mark.parametrize("max_burst", [1, 7])
-def test_blocks_that_a_burst_completed_serve_later_prompts(check_drive, make_prompts, reference, max_burst):
+def test_blocks_that_a_burst_completed_serve_later_prompts(check_drive, make_prompts, reference):
     """Prompts that go on from what another has generated; the burst that ends a request registers none of its own."""
     (start,) = make_prompts((13,))
     made = reference("qwen3", start, 40)
     prompts = [start, [*start, *made[:20]], [*start, *made[:9], 3], [*start, *made[:20]]]
-    driver = check_drive("qwen3", prompts, 40, max_requests_per_batch=1, max_burst=max_burst, **SHARING)
-    for _ in range(2):
-        # The prompt's one whole block, which prefill made, and then those of bursts: 33 = 4 * 8 + 1 tokens.
-        assert prefilled(driver) == [13, 1, 23 - 16, 1]
-        check_drive("qwen3", prompts, 40, driver=driver)
-
-
-def test_blocks_are_shared_with_a_request_that_still_decodes(check_drive, make_prompts, reference):
-    (start,) = make_prompts((13,))
-    prompts = [start, [5], [*start, *reference("qwen3", start, 40)[:12]]]
-    driver = check_drive("qwen3", prompts, [40, 16, 30], max_requests_per_batch=2, max_burst=4, **SHARING)
-    assert prefilled(driver) == [14, 1]
+    driver = check_drive("qwen3", prompts, 40, max_requests_per_batch=1, max_burst=7, **SHARING)
+    # The prompt's one whole block, which prefill made, and then those of bursts: 33 = 4 * 8 + 1 tokens.
+    assert prefilled(driver) == [13, 1, 23 - 16, 1]
+    check_drive("qwen3", prompts, 40, driver=driver)
+    assert prefilled(driver) == [13, 1, 23 - 16, 1]
 
 
 def test_equal_requests_side_by_side_end_up_on_the_same_blocks(check_drive, make_prompts):
@@ -153,24 +121,3 @@ def test_forks_share_whole_pages_alone(check_drive, make_prompts, page_size, sha
     driver = check_drive("qwen3", make_prompts((20,)), 2, num_generations=4, **settings)
     (decode,) = [step for step in driver.steps if step.kind == "decode"]
     assert decode.cache_used_fraction == pytest.approx((shared_blocks + 4) / 60)
-
-
-@torch.no_grad()
-def test_forked_keys_and_values_are_there_when_the_burst_starts(check_drive, make_prompts, monkeypatch):
-    """Every fork's blocks hold what its parent's do at the moment that the rows are brought up."""
-    seen = []
-
-    def run(decoder, rows, num_steps, original=Decoder.run):
-        pool = decoder._buffers.pools["full_attention"]
-        for row in rows:
-            first = torch.tensor(row.blocks["full_attention"]) * pool.pages_per_block
-            content = pool.pages[first[:, None] + torch.arange(pool.pages_per_block)]
-            # Of each page of a block, the 11 tokens that were read, in order.
-            seen.append(content.transpose(0, 1).flatten(1, 2)[:, :11].clone())
-        return original(decoder, rows, num_steps)
-
-    monkeypatch.setattr(Decoder, "run", run)
-    check_drive("qwen3", make_prompts((12,)), num_generations=4, num_blocks=60)
-    parent, *forks = seen[-4:]
-    assert parent.flatten(2).any(-1).all()
-    assert all(torch.equal(fork, parent) for fork in forks)

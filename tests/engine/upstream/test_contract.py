@@ -11,15 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedModel, Qwen3Config
+from transformers import Qwen3Config
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import continuous_api, initialization
 from transformers.generation.continuous_batching.cache import PagedAttentionCache, group_layers_by_attn_type
 from transformers.generation.continuous_batching.distributed import DistributedHelper
-from transformers.generation.continuous_batching.model_runner import infer_max_single_request_tokens
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING
-from transformers.utils.generic import is_flash_attention_requested
 
 from cbexp.engine import CBSyncConfig, support
 from cbexp.engine.upstream import Batcher, build
@@ -27,13 +25,12 @@ from cbexp.engine.upstream.admission import AdmissionControl
 from tests.engine.upstream.processors import new_group, run_step, settings_for, submit
 
 
-def place_of(function):
-    line = inspect.getsourcelines(function)[1]
-    return f"{function.__qualname__} ({Path(inspect.getsourcefile(function)).name}:{line})"
-
-
 def relied_on_by(*functions):
-    """Name in a failure the functions that break with the test."""
+    """Name in a failure the functions that break with the test, and their places."""
+
+    def place_of(function):
+        line = inspect.getsourcelines(function)[1]
+        return f"{function.__qualname__} ({Path(inspect.getsourcefile(function)).name}:{line})"
 
     def decorate(test):
         @functools.wraps(test)
@@ -49,16 +46,6 @@ def relied_on_by(*functions):
     return decorate
 
 
-def test_a_failure_names_the_function():
-    @relied_on_by(build.child_id)
-    def fails():
-        raise AttributeError
-
-    with pytest.raises(AttributeError) as error:
-        fails()
-    assert error.value.__notes__[0].startswith("Relied on by child_id (build.py:")
-
-
 # Names and signatures
 
 
@@ -66,23 +53,18 @@ def parameters(function):
     return {name for name in inspect.signature(function).parameters if name != "self"}
 
 
-@relied_on_by(build.build_processor)
-def test_the_processor_is_built_from_these_parts():
+@relied_on_by(build.build_processor, build._build_cache)
+def test_processor_and_cache_are_built_from_these_parts():
     assert parameters(continuous_api.ContinuousBatchProcessor.__init__) == {
         *("cache", "config", "generation_config", "continuous_batching_config", "logit_processor"),
         *("input_queue", "cancel_queue", "output_router", "background_thread_status"),
         *("model_device", "model_dtype", "scheduler", "distributed_helper"),
     }
-    assert parameters(DistributedHelper.set_tp_seed) == {"seed", "model_device"}
-    assert set(SCHEDULER_MAPPING) == {"fifo", "prefill_first"}
-
-
-@relied_on_by(build._build_cache)
-def test_the_cache_is_built_from_these_parts():
     assert parameters(PagedAttentionCache.__init__) == {
         *("config", "continuous_batching_config", "device", "distributed_helper", "dtype"),
         "model_supports_logits_to_keep",
     }
+    assert set(SCHEDULER_MAPPING) == {"fifo", "prefill_first"}
 
 
 @relied_on_by(build._resolve_config)
@@ -105,16 +87,12 @@ def test_no_setting_is_new():
 
 
 NAMES = [
-    (
-        Batcher.__init__,
-        "processor",
-        ("cache", "scheduler", "inputs_and_outputs", "output_router.output_queue"),
-    ),
-    (Batcher.__init__, "processor", ("cache.num_blocks", "cache.max_tokens_read")),
+    (Batcher.__init__, "processor", ("scheduler", "output_router.output_queue", "cache.max_tokens_read")),
     (Batcher.run_batch, "processor", ("prepare_next_batch", "update_batch")),
     (Batcher._run_forward, "inputs", ("num_q_tokens", "num_request_in_batch", "logits_indices")),
     (Batcher._run_forward, "inputs", ("get_model_kwargs", "output_ids", "retrieve_device_outputs")),
     (Batcher.partial_completions, "inputs", ("requests_in_batch",)),
+    (build.max_request_tokens, "cache", ("num_blocks", "read_cache_limit")),
     (Batcher.on_stream, "inputs", ("compute_stream",)),
     (Batcher._reserve_room, "cache", ("pool.try_to_free_sectors", "evict_cached_blocks")),
     (Batcher._fits, "cache", ("count_storable_requests",)),
@@ -130,81 +108,52 @@ NAMES = [
     (build._page_pool, "allocator", ("cache_tensor", "tokens_per_page", "block_physical_stride")),
     (build._page_pool, "allocator", ("blocks_per_sector", "layer_indices", "layer_type", "head_dim")),
     (build.describe_processor, "processor", ("cb_config.cuda_graph_booleans", "cache.use_prefix_sharing")),
+    (support.require_supported_model, "model", ("can_generate",)),
+    (support.find_architecture_problem, "model", ("_is_stateful", "_supports_attention_backend")),
+    (support.find_architecture_problem, "config", ("is_encoder_decoder", "is_heterogeneous")),
+    (support.find_architecture_problem, "config", ("sub_configs", "get_text_config")),
+    (build._build_cache, "model", ("_supports_logits_to_keep",)),
     (AdmissionControl.schedule_batch, "scheduler", ("starved_requests", "_try_to_meet_safety_margin")),
     (AdmissionControl._get_waiting_candidates, "scheduler", ("_get_waiting_candidates",)),
 ]
 
 
 @pytest.mark.parametrize(("user", "owner", "names"), NAMES)
-def test_the_names_that_are_read(make_processor, user, owner, names):
-    processor = make_processor()
-    owners = {"processor": processor, "cache": processor.cache, "scheduler": processor.scheduler}
+def test_the_names_that_are_read(make_processor, shared_model, user, owner, names):
+    processor, model = make_processor(), shared_model("qwen3")
+    owners = {
+        "model": model,
+        "config": model.config,
+        "processor": processor,
+        "cache": processor.cache,
+        "scheduler": processor.scheduler,
+    }
     owners |= {"inputs": processor.inputs_and_outputs, "request": RequestState("r", [1, 2])}
     owners["allocator"] = processor.cache.cache_allocators["full_attention"]
     relied_on_by(user)(attrgetter(*names))(owners[owner])
 
 
-@relied_on_by(support.require_supported_model, support.find_architecture_problem, build._build_cache)
-def test_what_model_support_asks_of_models_and_configs(shared_model):
-    model, config = shared_model("qwen3"), shared_model("qwen3").config
-    assert isinstance(model, PreTrainedModel)
-    assert (model._is_stateful, model._supports_attention_backend) == (False, True)
-    assert (model.can_generate(), model._supports_logits_to_keep()) == (True, True)
-    assert (config.is_encoder_decoder, config.is_heterogeneous) == (False, False)
-    assert dict(config.sub_configs) == {}
-    assert config.get_text_config() is config
-
-
-@relied_on_by(build._block_table_width, build.require_paged_attention)
-def test_flash_versions_go_by_name():
-    def is_2_or_3(name):
-        config = Qwen3Config()
-        config._attn_implementation = name
-        return is_flash_attention_requested(config, version=[2, 3])
-
-    assert [is_2_or_3(f"flash_attention_{version}") for version in (2, 3, 4)] == [True, True, False]
-    assert not is_2_or_3("sdpa")
-
-
-@pytest.mark.parametrize(
-    ("attention", "device", "changes", "width"),
-    [
+@relied_on_by(build._block_table_width)
+def test_the_block_table_holds_the_longest_request():
+    for attention, device, changes, width in (
         # 4096 positions in pages of 256, or what a smaller cache holds.
         ("flash_attention_3", "cuda", {}, 16),
         ("flash_attention_3", "cuda", {"num_blocks": 5}, 5),
-        ("flash_attention_3", "cuda", {"page_size": 100}, 41),
-        ("flash_attention_2", "cuda", {}, 16),
         # FlashAttention 2 wants pages of a multiple of 256.
+        ("flash_attention_2", "cuda", {}, 16),
         ("flash_attention_2", "cuda", {"page_size": 128}, 0),
-        ("flash_attention_4", "cuda", {}, 0),
         ("sdpa", "cuda", {}, 0),
         ("flash_attention_3", "cpu", {}, 0),
-    ],
-)
-@relied_on_by(build._block_table_width)
-def test_the_block_table_holds_the_longest_request(attention, device, changes, width):
-    settings = CBSyncConfig(**({"page_size": 256, "num_blocks": 100} | changes))
-    config = Qwen3Config(max_position_embeddings=4096)
-    windowed = Qwen3Config(layer_types=["sliding_attention"] * 32, sliding_window=64)
-    for of_model, expected in ((config, width), (windowed, 0)):
-        of_model._attn_implementation = attention
-        assert build._block_table_width(of_model, settings, torch.device(device)) == expected
+    ):
+        settings = CBSyncConfig(**({"page_size": 256, "num_blocks": 100} | changes))
+        config = Qwen3Config(max_position_embeddings=4096)
+        windowed = Qwen3Config(layer_types=["sliding_attention"] * 32, sliding_window=64)
+        windowed._attn_implementation = config._attn_implementation = attention
+        assert build._block_table_width(config, settings, torch.device(device)) == width
+        assert build._block_table_width(windowed, settings, torch.device(device)) == 0
 
 
 # The cache
-
-
-@relied_on_by(build.max_request_tokens, build._page_pool)
-def test_one_kind_of_layer_gives_exactly_the_blocks_asked_for(make_processor):
-    cache = make_processor(num_blocks=20).cache
-    assert (cache.num_blocks, cache.num_sectors) == (20, 20)
-    assert infer_max_single_request_tokens(cache) == 20 * 8
-    # Two trash sectors come first, and no request gets a block of theirs.
-    assert cache.cache_tensor.numel() == (20 + 2) * cache.bytes_per_sector
-    assert cache.can_store_request_tokens(RequestState("all", []), 160)
-    (allocator,) = cache.cache_allocators.values()
-    assert sorted(allocator.block_table["all"]) == list(range(2, 22))
-    assert (allocator.read_trash_index, cache.compute_free_capacity()) == (0, 0)
 
 
 @pytest.mark.parametrize("num_sliding", [1, 2, 4])
@@ -220,8 +169,8 @@ def test_blocks_to_spare_cover_what_sectors_round_away(new_model, num_sliding):
             assert cache.can_store_request_tokens(RequestState(str(index), []), 8)
 
 
-@relied_on_by(build._group_layers)
-def test_layers_are_grouped_by_kind_and_unknown_kinds_refused(shared_model):
+@relied_on_by(build._group_layers, build.max_request_tokens, build._config_for_upstream)
+def test_layers_are_grouped_by_kind_and_masked_for_sdpa_and_eager(shared_model, make_processor):
     assert group_layers_by_attn_type(shared_model("gemma3").config) == {
         "sliding_attention": [0, 1, 2, 3],
         "full_attention": [4],
@@ -230,37 +179,12 @@ def test_layers_are_grouped_by_kind_and_unknown_kinds_refused(shared_model):
     config.layer_types = ["linear_attention"]
     with pytest.raises(ValueError, match="linear_attention"):
         group_layers_by_attn_type(config)
-
-
-@relied_on_by(build.max_request_tokens)
-def test_a_cache_without_a_length_limit_has_a_read_limit(make_processor):
-    assert make_processor("mistral").cache.read_cache_limit == 12
-    assert make_processor("gemma2").cache.read_cache_limit is None
-
-
-@relied_on_by(build._config_for_upstream)
-def test_masks_are_built_for_sdpa_and_eager(make_processor):
-    """The eager model keeps its own attention function, whose masks upstream builds for another name."""
-    for family in ("qwen3", "llama", "gemma2"):
-        assert make_processor(family).inputs_and_outputs.attention_mask is not None
-
-
-@relied_on_by(Batcher.reset)
-def test_leftovers_in_the_input_buffers_do_no_harm(make_processor, shared_model):
-    """Each batch clears what it uses, so an interrupted one leaves nothing to clean."""
-
-    def tokens(processor):
-        state = submit(processor, "r", [5, 6, 7])
-        while run_step(processor, shared_model("qwen3")):
-            pass
-        return state.generated_tokens
-
-    clean, soiled = make_processor(), make_processor()
-    inputs = soiled.inputs_and_outputs
-    for buffer in (inputs._bulk_input_tensor, inputs.read_index_storage, inputs.write_index_storage):
-        buffer.fill_(3)
-    inputs.attention_mask["full_attention"].fill_(1)
-    assert tokens(soiled) == tokens(clean)
+    # A cache without a length limit has a read limit.
+    for family, limit in {"qwen3": None, "llama": None, "gemma2": None, "mistral": 12}.items():
+        processor = make_processor(family)
+        assert family == "qwen3" or processor.cache.read_cache_limit == limit
+        # The eager model keeps its own attention function, whose masks upstream builds for another name.
+        assert processor.inputs_and_outputs.attention_mask is not None
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "mistral"])
@@ -290,33 +214,6 @@ def test_pages_are_where_transformers_writes(make_processor, family):
 # Steps and requests
 
 
-@relied_on_by(Batcher.run_batch, Batcher._record_outputs)
-def test_a_step_has_its_batch_and_a_request_its_output(make_processor, shared_model):
-    processor = make_processor(max_batch_tokens=8)
-    assert processor.prepare_next_batch() is False
-    submit(processor, "long", range(10), max_new_tokens=2)
-    inputs, rows = processor.inputs_and_outputs, []
-    with torch.no_grad():
-        while processor.prepare_next_batch():
-            (future,) = inputs.requests_in_batch
-            rows.append((inputs.num_q_tokens, future.has_new_token, len(future.state.generated_tokens)))
-            processor._generation_step(shared_model("qwen3"))
-            processor.update_batch()
-    assert rows == [(8, False, 0), (2, True, 0), (1, True, 1)]
-    output = processor.output_router.output_queue.get_nowait()
-    assert (output.request_id, len(output.generated_tokens), output.error) == ("long", 2, None)
-    assert processor.cache.compute_free_capacity() == 1
-
-
-@relied_on_by(build.child_id, Batcher.submit)
-def test_forks_are_named_and_join_after_the_prompt(make_processor, shared_model):
-    processor = make_processor()
-    submit(processor, "p", [1, 2, 3], num_children=2)
-    run_step(processor, shared_model("qwen3"))
-    expected = ["p", build.child_id("p", 0), build.child_id("p", 1)]
-    assert list(processor.scheduler.active_requests) == expected
-
-
 @relied_on_by(build.generated_ids, Batcher.partial_completions)
 def test_an_evicted_request_is_its_prompt_and_tokens_again():
     state = build.build_request_state(new_group("r", [1, 2], 5, (9,)))
@@ -329,20 +226,13 @@ def test_an_evicted_request_is_its_prompt_and_tokens_again():
     assert build.generated_ids(state) == build.generated_ids(again) == (3, 4)
 
 
-@pytest.mark.parametrize(("eos_token_ids", "is_finished"), [((), False), ((7,), True), ((6, 7), True)])
-@relied_on_by(build.build_request_state)
-def test_eos_ids_are_a_sequence(eos_token_ids, is_finished):
-    state = build.build_request_state(new_group("r", [1], 5, eos_token_ids))
-    state.status = RequestStatus.DECODING
-    assert state.update_and_check_completion(7, None) is is_finished
-
-
-@relied_on_by(Batcher.reset)
-def test_a_reset_scheduler_and_pool_are_new(make_processor, shared_model):
+@relied_on_by(build.child_id, Batcher.submit, Batcher.reset)
+def test_forks_join_after_the_prompt_and_a_reset_scheduler_and_pool_are_new(make_processor, shared_model):
     processor = make_processor()
-    for request_id in "abc":
-        submit(processor, request_id, [1, 2, 3])
+    submit(processor, "p", [1, 2, 3], num_children=2)
     run_step(processor, shared_model("qwen3"))
+    forks = ["p", build.child_id("p", 0), build.child_id("p", 1)]
+    assert list(processor.scheduler.active_requests) == forks
     processor.scheduler.block_new_requests = True
     processor.scheduler.reset()
     processor.cache.pool.reset()
@@ -351,30 +241,15 @@ def test_a_reset_scheduler_and_pool_are_new(make_processor, shared_model):
     assert processor.cache.compute_free_capacity() == 1
 
 
-@relied_on_by(Batcher.begin)
-def test_the_safety_margin_is_read_at_each_batch(make_processor, shared_model):
-    """It can be set for each round: at 1 a second prompt waits until the cache is free again."""
-    processor = make_processor()
-    processor.scheduler.safety_margin = 1.0
-    for request_id in "ab":
-        submit(processor, request_id, [1, 2, 3])
-        run_step(processor, shared_model("qwen3"))
-    assert list(processor.scheduler.waiting_requests) == ["b"]
-
-
 # What the engine's own subclasses leave out
 
 
-@relied_on_by(build._SeedlessDistributedHelper.set_tp_seed)
-def test_upstream_reseeds_and_the_engine_does_not(make_processor):
+@relied_on_by(build._SeedlessDistributedHelper.set_tp_seed, build._Processor.__del__)
+def test_upstream_reseeds_and_has_a_finalizer_and_the_engine_does_not(make_processor):
     before = torch.get_rng_state()
-    helper = make_processor().distributed_helper
+    processor = make_processor()
     assert torch.equal(torch.get_rng_state(), before)
-    DistributedHelper.set_tp_seed(helper, None, torch.device("cpu"))
+    DistributedHelper.set_tp_seed(processor.distributed_helper, None, torch.device("cpu"))
     assert not torch.equal(torch.get_rng_state(), before)
-
-
-@relied_on_by(build._Processor.__del__)
-def test_upstreams_finalizer_is_replaced(make_processor):
     assert "__del__" in vars(continuous_api.ContinuousBatchProcessor)
-    assert type(make_processor()).__del__ is not continuous_api.ContinuousBatchProcessor.__del__
+    assert type(processor).__del__ is not continuous_api.ContinuousBatchProcessor.__del__
