@@ -25,6 +25,7 @@ def describe_run(**changes: Any) -> RunDescription:
         "max_new_tokens": 5,
         "has_limits_per_prompt": False,
         "is_fixed_length": False,
+        "do_sample": False,
         "workload_hash": "abc",
     }
     return RunDescription(**values | changes)

@@ -277,6 +277,8 @@ def test_what_a_driver_does_not_see_is_none():
     assert {alone[key] for key in missing} == {None}
     again = one_run((1.0, requests), (1.0, requests))
     assert (again["are_rounds_identical"], again["num_differing_requests"]) == (True, 0)
+    sampled = one_run((1.0, requests), (1.0, requests), do_sample=True)
+    assert sampled["are_rounds_identical"] is None
     prefill = metrics.summarize_steps([step("prefill", 0.0, 1.0)], wall_s=1.0)
     assert (prefill.decode_step_s, prefill.mean_decode_batch, prefill.tokens_per_burst) == (None,) * 3
 

@@ -184,8 +184,6 @@ def test_a_weight_update_on_the_callers_stream_is_seen(new_model, make_driver, p
                 delay = delay @ delay / 4096
             weight.copy_(weight.flip(0) + 0 * delay[0, 0].nan_to_num())
         assert drive(driver, prompts) == [greedy(model, prompt, NUM_NEW) for prompt in prompts]
-        assert {(len(c), c.finish_reason) for c in completions.values()} == {(50, "length")}
-    assert driver.resolved["dtype"] == "bfloat16"
 
 
 def test_close_gives_the_memory_back(new_model, make_driver, prompts):

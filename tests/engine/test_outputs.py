@@ -47,7 +47,7 @@ def test_a_round_that_needs_more_makes_the_cache_grow(shared_model, make_driver,
 
 def test_blocks_needed_by_hand():
     # 9 + 8 - 1 = 16 stored tokens are two pages of 8, times three generations; 1 + 1 - 1 = 1 token is one page.
-    nine, one = PromptGroup(("a", "b", "c"), (5,) * 9, 8, (), 0.0), PromptGroup(("d",), (1,), 1, (), 0.0)
+    nine, one = PromptGroup(range(3), (5,) * 9, 8, (), 0.0), PromptGroup(range(3, 4), (1,), 1, (), 0.0)
     assert count_blocks_needed([nine, one], page_size=8, rounding_blocks=2) == 3 * 2 + 1 + 2
 
 

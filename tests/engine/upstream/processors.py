@@ -16,14 +16,15 @@ def settings_for(model, **changes):
     return CBSyncConfig(**(settings | changes))
 
 
-def new_group(request_id, prompt_ids, max_new_tokens=4, eos_token_ids=(), num_children=0):
-    request_ids = (request_id, *(f"{request_id}.{index}" for index in range(num_children)))
-    return PromptGroup(request_ids, tuple(prompt_ids), max_new_tokens, eos_token_ids, time.perf_counter())
+def new_group(number, prompt_ids, max_new_tokens=4, eos_token_ids=(), num_children=0):
+    numbers = range(number, number + 1 + num_children)
+    return PromptGroup(numbers, tuple(prompt_ids), max_new_tokens, eos_token_ids, time.perf_counter())
 
 
 def submit(processor, request_id, prompt_ids, **options):
     """Transformers' request, waiting; `options` as of `new_group`."""
-    state = build_request_state(new_group(request_id, prompt_ids, **options))
+    state = build_request_state(new_group(0, prompt_ids, **options))
+    state.request_id = request_id
     processor.scheduler.add_waiting_request(state)
     return state
 

@@ -23,7 +23,7 @@ def start(shared_model):
         model = shared_model("qwen3")
         batcher = Batcher(model, settings_for(model, num_blocks=num_blocks))
         groups = [
-            new_group(f"r{index}", range(length), limit)
+            new_group(index, range(length), limit)
             for index, (length, limit) in enumerate(zip(lengths, limits, strict=True))
         ]
         batcher.begin(RequestBook(groups), safety_margin=0.0, num_slots=8)

@@ -216,12 +216,12 @@ def test_pages_are_where_transformers_writes(make_processor, family):
 
 @relied_on_by(build.generated_ids, Batcher.partial_completions)
 def test_an_evicted_request_is_its_prompt_and_tokens_again():
-    state = build.build_request_state(new_group("r", [1, 2], 5, (9,)))
+    state = build.build_request_state(new_group(7, [1, 2], 5, (9,)))
     state.status = RequestStatus.DECODING
     for token in (3, 4):
         state.update_and_check_completion(token, None)
     again = state.create_equivalent_initial_request()
-    assert (again.request_id, again.initial_tokens, again.generated_tokens) == ("r", [1, 2, 3, 4], [])
+    assert (again.request_id, again.initial_tokens, again.generated_tokens) == ("req_7", [1, 2, 3, 4], [])
     assert (again.max_new_tokens, again.eos_token_id) == (3, [9])
     assert build.generated_ids(state) == build.generated_ids(again) == (3, 4)
 
