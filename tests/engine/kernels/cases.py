@@ -37,6 +37,27 @@ def is_same(actual, expected) -> Tensor:
     return actual.eq(expected) | (actual.isnan() & expected.isnan())
 
 
+def packed_batch(
+    lengths, heads=4, kv_heads=2, head_dim=16, dtype=torch.float32, device="cpu"
+) -> list[Tensor]:
+    """Query, key and value of sequences of `lengths` (queries, keys), side by side [1, heads, tokens, head_dim]."""
+    num_queries, num_keys = map(sum, zip(*lengths, strict=True))
+    sizes = (num_queries, heads), (num_keys, kv_heads), (num_keys, kv_heads)
+    # As model code has it: heads and tokens are the transposed dimensions of one projection.
+    return [
+        randn(1, *size, head_dim, dtype=dtype, device=device, seed=seed).transpose(1, 2)
+        for seed, size in enumerate(sizes)
+    ]
+
+
+def step_kwargs(lengths, device="cpu") -> dict[str, Any]:
+    """What transformers tells a layer of the sequences' lengths."""
+    columns = list(zip(*lengths, strict=True))
+    ends_q, ends_k = (torch.tensor([0, *column]).cumsum(0).int().to(device) for column in columns)
+    max_q, max_k = map(max, columns)
+    return {"cu_seq_lens_q": ends_q, "cu_seq_lens_k": ends_k, "max_length_q": max_q, "max_length_k": max_k}
+
+
 @dataclass
 class PagedCase:
     """Arguments of one call of paged attention. Every slot that no row has written holds NaN."""
