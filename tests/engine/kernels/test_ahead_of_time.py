@@ -98,21 +98,19 @@ def compile_launch(card, kernel, args, kwargs):
     return triton.compile(source, target=GPUTarget("cuda", card, 32), options=options)
 
 
-def check_large_kernel(kernel, card, dtype, folder, max_stack=16):
+def check_large_kernel(kernel, card, dtype, folder, max_stack):
     """Fits, fetches ahead 16 bytes a thread, multiplies as exactly as it should, waits before it reads."""
     assert 0 < kernel.metadata.shared <= SHARED_KIB[card] * 1024
+    assert stack_bytes(kernel, folder) <= OLD_STACK_BYTES.get(card, max_stack)
     ptx = kernel.asm["ptx"]
     check_target(ptx, card)
     if card < 80:
-        assert stack_bytes(kernel, folder) <= OLD_STACK_BYTES[card]
         assert "bf16" not in ptx
         return
     # "cg" is past the registers, in 16 bytes.
     assert set(re.findall(r"cp\.async\.(\w\w)\.", ptx)) == {"cg"}
     is_multiplied = any(name in ptx for name in ("wgmma", "mma.sync", "tcgen05"))
     assert is_multiplied == (dtype != torch.float32)
-    if dtype != torch.float32:
-        assert stack_bytes(kernel, folder) <= max_stack
     if card >= 90:
         assert ptx.index("griddepcontrol.wait") < ptx.index("cp.async.cg")
 
@@ -156,45 +154,6 @@ def find_best(dtype, rows=MAX_SKINNY_ROWS, inner=HIDDEN):
     return linear.head_maxima(x, weight, tiles.choose_head_tile(rows, x.itemsize, limits))
 
 
-PRODUCTS = [project, project_down, project_gated, find_best]
-
-
-@pytest.mark.parametrize("multiply", PRODUCTS)
-@pytest.mark.parametrize("card", CARDS)
-def test_products(card, multiply, compiled, tmp_path):
-    [kernel] = compiled(card, multiply, half_of(card))
-    check_large_kernel(kernel, card, half_of(card), tmp_path)
-    if card >= 90:
-        ptx = kernel.asm["ptx"]
-        assert ptx.rindex("cp.async.cg") < ptx.rindex("griddepcontrol.launch_dependents")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("card", [86, 90])
-@pytest.mark.parametrize("multiply", PRODUCTS)
-def test_products_in_float32(card, multiply, compiled, tmp_path):
-    [kernel] = compiled(card, multiply, torch.float32)
-    check_large_kernel(kernel, card, torch.float32, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("multiply", "options"),
-    [
-        (project, {"has_bias": True}),
-        (project, {"sizes": (4096, 1000, 1000)}),
-        *(
-            pytest.param(each, options, marks=pytest.mark.slow)
-            for each in PRODUCTS
-            for options in ({"rows": 1}, {"rows": 33, "inner": 2576})
-        ),
-    ],
-    ids=lambda each: getattr(each, "__name__", str(each)),  # the same in every process
-)
-def test_products_of_other_sizes(multiply, options, compiled, tmp_path):
-    [kernel] = compiled(90, multiply, torch.float16, **options)
-    check_large_kernel(kernel, 90, torch.float16, tmp_path)
-
-
 # Attention
 
 
@@ -225,45 +184,6 @@ def attend_rotated(dtype, rows=16, table_width=8, page_size=256, window=0, has_n
     )
 
 
-LONG = {"table_width": 128}  # rows of several chunks
-ROTATED_VARIANTS = [
-    {},
-    {"rows": 256} | LONG,
-    *(
-        pytest.param(options, marks=pytest.mark.slow)
-        for options in (
-            LONG,
-            {"rows": 256},
-            {"page_size": 16},
-            {"page_size": 4, "has_norm": False},
-            {"window": 4096},
-            {"window": 100, "page_size": 32},
-        )
-    ),
-]
-
-
-@pytest.mark.parametrize("options", ROTATED_VARIANTS, ids=str)
-@pytest.mark.parametrize("card", CARDS)
-def test_rotated_attention(card, options, compiled, tmp_path):
-    [kernel] = compiled(card, attend_rotated, half_of(card), **options)
-    check_large_kernel(kernel, card, half_of(card), tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("card", [86, 90])
-def test_rotated_attention_in_float32(card, compiled, tmp_path):
-    [kernel] = compiled(card, attend_rotated, torch.float32)
-    check_large_kernel(kernel, card, torch.float32, tmp_path)
-
-
-def test_rotated_attention_has_tiles_in_flight(compiled):
-    """A wait for all copies but the newest, in the main loop: of pages found in the same iteration it is for all."""
-    [kernel] = compiled(90, attend_rotated, torch.bfloat16, rows=256)
-    in_flight = [int(n) for n in re.findall(r"cp\.async\.wait_group\s+(\d+)", kernel.asm["ptx"])]
-    assert max(in_flight) >= 2
-
-
 def attend_paged(dtype, rows=64, head_dim=128, page_size=256, group=4, sinks=False, **options):
     query, key, value = (
         tensor(rows, n, head_dim, dtype=dtype) for n in (group * KV_HEADS, KV_HEADS, KV_HEADS)
@@ -274,41 +194,61 @@ def attend_paged(dtype, rows=64, head_dim=128, page_size=256, group=4, sinks=Fal
     paged_attention.paged_decode_attention(query, key, value, pages, table, positions, offset, 0.1, **options)
 
 
-PAGED_VARIANTS = [
-    {},
+PRODUCTS = [project, project_down, project_gated, find_best]
+LONG = {"table_width": 128}  # rows of several chunks
+CASES = [
+    *((multiply, {}) for multiply in PRODUCTS),
+    (project, {"has_bias": True}),
+    (project, {"sizes": (4096, 1000, 1000)}),
+    (attend_rotated, {}),
+    (attend_rotated, {"rows": 256} | LONG),
+    (attend_paged, {}),
     # Of few rows, each is split.
-    {"rows": 2, "sinks": True, "window": 1000},
-    *(
-        pytest.param(options, marks=pytest.mark.slow)
-        for options in (
-            {"head_dim": 64},
-            {"head_dim": 256},
-            {"head_dim": 80},
-            {"page_size": 16},
-            {"window": 4096, "page_size": 16, "rows": 2},
-            {"softcap": 50.0, "head_dim": 256},
-            {"group": 64},
-        )
-    ),
+    (attend_paged, {"rows": 2, "sinks": True, "window": 1000}),
+]
+SLOW_CASES = [
+    *((multiply, options) for multiply in PRODUCTS for options in ({"rows": 1}, {"rows": 33, "inner": 2576})),
+    (attend_rotated, LONG),
+    (attend_rotated, {"rows": 256}),
+    (attend_rotated, {"page_size": 16}),
+    (attend_rotated, {"page_size": 4, "has_norm": False}),
+    (attend_rotated, {"window": 4096}),
+    (attend_rotated, {"window": 100, "page_size": 32}),
+    *((attend_paged, {"head_dim": head_dim}) for head_dim in (64, 80, 256)),
+    (attend_paged, {"page_size": 16}),
+    (attend_paged, {"window": 4096, "page_size": 16, "rows": 2}),
+    (attend_paged, {"softcap": 50.0, "head_dim": 256}),
+    (attend_paged, {"group": 64}),
+    *((function, {"dtype": torch.float32}) for function in (*PRODUCTS, attend_rotated, attend_paged)),
+    *((attend_paged, {"dtype": torch.float32, "head_dim": head_dim}) for head_dim in (64, 256)),
+    *((function, {"dtype": torch.float16}) for function in (*PRODUCTS, attend_rotated, attend_paged)),
 ]
 
 
-@pytest.mark.parametrize("options", PAGED_VARIANTS, ids=str)
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES)],
+    ids=lambda each: getattr(each, "__name__", str(each)),  # the same in every process
+)
 @pytest.mark.parametrize("card", CARDS)
-def test_paged_attention(card, options, compiled, tmp_path):
-    kernel, *combining = compiled(card, attend_paged, half_of(card), **options)
-    check_large_kernel(kernel, card, half_of(card), tmp_path, max_stack=0)
+def test_large_kernels(card, function, options, compiled, tmp_path):
+    options = {"dtype": half_of(card)} | options
+    kernel, *combining = compiled(card, function, **options)
+    check_large_kernel(
+        kernel, card, options["dtype"], tmp_path, max_stack=0 if function is attend_paged else 16
+    )
     assert len(combining) == (options.get("rows") == 2)
     assert all(stack_bytes(each, tmp_path) == 0 for each in combining)
+    if card >= 90 and function in PRODUCTS:
+        ptx = kernel.asm["ptx"]
+        assert ptx.rindex("cp.async.cg") < ptx.rindex("griddepcontrol.launch_dependents")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("card", SHARED_KIB)
-def test_paged_attention_in_float32(card, head_dim, compiled, tmp_path):
-    [kernel] = compiled(card, attend_paged, torch.float32, head_dim=head_dim)
-    assert 0 < kernel.metadata.shared <= SHARED_KIB[card] * 1024
-    assert stack_bytes(kernel, tmp_path) <= OLD_STACK_BYTES.get(card, 0)
+def test_rotated_attention_has_tiles_in_flight(compiled):
+    """A wait for all copies but the newest, in the main loop: of pages found in the same iteration it is for all."""
+    [kernel] = compiled(90, attend_rotated, torch.bfloat16, rows=256)
+    in_flight = [int(n) for n in re.findall(r"cp\.async\.wait_group\s+(\d+)", kernel.asm["ptx"])]
+    assert max(in_flight) >= 2
 
 
 @pytest.mark.parametrize("page_size", [16, 256])
@@ -338,13 +278,10 @@ def advance(dtype):
     finish.advance(buffers, tensor(200, dtype=torch.int64), tensor(200, dtype=torch.float32))
 
 
-def rotate(dtype, norm_weight=None):
+def rotate(dtype, has_norm=False):
     parts, tables = tensor(2, 8, QKV[0], dtype=torch.float32), [tensor(99, HEAD_DIM, dtype=dtype)] * 2
-    heads.norm_and_rotate(parts, tensor(8, dtype=torch.int32), *tables, norm_weight, eps=1e-6)
-
-
-def rotate_qwen3(dtype):
-    rotate(dtype, tensor(HEAD_DIM, dtype=dtype))
+    norm = tensor(HEAD_DIM, dtype=dtype) if has_norm else None
+    heads.norm_and_rotate(parts, tensor(8, dtype=torch.int32), *tables, norm, eps=1e-6)
 
 
 def embed(dtype):
@@ -357,15 +294,18 @@ def add(dtype):
     norms.add_norm(parts, residual, tensor(HIDDEN, dtype=dtype), 1e-6)
 
 
-def activate(dtype):
-    linear.silu_product(*(tensor(8, INTERMEDIATE, dtype=dtype) for _ in range(2)))
+SMALL = {
+    "advance": advance,
+    "rotate": rotate,
+    "norm and rotate": lambda dtype: rotate(dtype, has_norm=True),
+    "embed": embed,
+    "add": add,
+    "activate": lambda dtype: linear.silu_product(*(tensor(8, INTERMEDIATE, dtype=dtype) for _ in range(2))),
+    "find the largest": lambda dtype: finish.largest_logit(tensor(8, VOCABULARY, dtype=dtype)),
+}
 
 
-def find_largest(dtype):
-    finish.largest_logit(tensor(8, VOCABULARY, dtype=dtype))
-
-
-@pytest.mark.parametrize("function", [embed, add, rotate, rotate_qwen3, activate, find_largest, advance])
+@pytest.mark.parametrize("function", SMALL.values(), ids=SMALL)
 @pytest.mark.parametrize("card", CARDS)
 def test_small_kernels_let_their_successor_go_at_once(card, function, compiled, tmp_path):
     for kernel in compiled(card, function, half_of(card)):
