@@ -14,10 +14,10 @@ from cbexp.engine.forward import reference
 EPS = 1e-6
 
 
-def mostly_slow(first, *others):
+def mostly_slow(*cases, num_fast=1):
     """Parameters of a test, of which the default suite takes the first alone."""
-    slow = [other if isinstance(other, tuple) else (other,) for other in others]
-    return [first, *(pytest.param(*other, marks=pytest.mark.slow) for other in slow)]
+    slow = [case if isinstance(case, tuple) else (case,) for case in cases[num_fast:]]
+    return [*cases[:num_fast], *(pytest.param(*case, marks=pytest.mark.slow) for case in slow)]
 
 
 def randn(*shape, dtype=torch.float32, device="cpu", seed=0) -> Tensor:

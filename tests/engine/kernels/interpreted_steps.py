@@ -81,16 +81,12 @@ def test_parts_of_a_product_add_up(splits, in_features):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", ROWS)
 def test_gate_and_up(rows, dtype):
+    """By a kernel of their own, and of the vendor's products."""
     x, gate = linear_inputs(rows, dtype, out_features=40)
     up = weight_of(40, dtype, seed=2)
     actual = linear.gate_up_silu(x, gate, up, TILE)
     check_rounded_alike(actual, reference.gated_projection(x, gate, up), roundings=4)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", mostly_slow((17, 40), ((1, 40),), ((3, 2100),)), ids=str)
-def test_gate_and_up_of_the_vendors_products(shape, dtype):
-    gate, up = randn(2, *shape, dtype=dtype)
+    gate, up = randn(2, rows, 2100, dtype=dtype)
     check_rounded_alike(linear.silu_product(gate, up), functional.silu(gate) * up, roundings=2)
 
 
@@ -119,25 +115,17 @@ def test_head(rows, dtype):
         assert (of_chosen >= best - 2 * unit_in_last_place(best, dtype)).all()
 
 
-def test_head_whose_logits_are_all_negative():
-    """Zeros beyond the vocabulary do not win."""
-    x, weight = torch.ones(2, 16), -torch.ones(37, 16)
-    weight[35] *= 0.5
-    chosen, values = best_tokens(x, weight)
-    assert (chosen.tolist(), values.tolist()) == ([35, 35], [-8.0, -8.0])
-
-
 @pytest.mark.parametrize(
     "ids", mostly_slow((40, 36, 99), ((0, 1),), ((5, 31),), ((31, 32),), ((99, 2),)), ids=str
 )
 def test_of_equal_logits_the_lowest_id_wins(ids):
+    """Where all are negative, zeros beyond the vocabulary do not win."""
     # Whole numbers, whose sums do not depend on their order.
-    x, weight = (tensor.mul(4).round() for tensor in linear_inputs(3))
-    weight[list(ids)] = 3 * x[0]
+    x, weight = torch.ones(3, 16), -torch.full((100, 16), 2.0)
+    weight[list(ids)] = -1.0
     logits = functional.linear(x, weight)
     for chosen, values in (best_tokens(x, weight), finish.largest_logit(logits)):
-        assert chosen[0] == min(ids)
-        assert values.equal(logits.amax(-1))
+        assert (chosen.tolist(), values.tolist()) == ([min(ids)] * 3, [-16.0] * 3)
 
 
 def test_logits_that_are_equal_once_rounded():
@@ -151,44 +139,23 @@ def test_logits_that_are_equal_once_rounded():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("num_columns", mostly_slow(9000, 1, 100, 4096))
+@pytest.mark.parametrize("num_columns", mostly_slow(9000, 1, 37, 4096))
 def test_largest_logit(num_columns, dtype):
-    logits = randn(5, num_columns, dtype=dtype)
+    """Of rows of ordinary values, of negative ones, of NaN, of nothing but minus infinity, and with ties."""
+    logits = randn(8, num_columns, dtype=dtype)
     logits[1] = -logits[1].abs() - 1
+    logits[2], logits[3] = float("nan"), float("-inf")
     if num_columns == 9000:
-        # Ties within a tile, across tiles, and with the last of all.
-        for row, ids in enumerate([(3, 5), (4095, 4096), (8999, 0), (8999, 8192)]):
+        # Within a tile, across tiles, and with the last of all.
+        for row, ids in enumerate([(3, 5), (4095, 4096), (8999, 0), (8999, 8192)], start=4):
             logits[row, list(ids)] = 50.0
     chosen, values = finish.largest_logit(logits)
-    assert chosen.equal(logits.argmax(-1))
+    assert ((chosen >= 0) & (chosen < num_columns)).all()
+    assert not values[2].isfinite()
+    others = [0, 1, 3, 4, 5, 6, 7]
+    assert chosen[others].equal(logits[others].argmax(-1))
     assert values.dtype == torch.float32
-    assert values.equal(logits.float().amax(-1))
-
-
-@pytest.mark.parametrize("num_columns", mostly_slow(37, 9000))
-def test_a_nan_is_no_token_beyond_the_vocabulary(num_columns):
-    logits = randn(3, num_columns)
-    logits[1] = float("nan")
-    chosen, values = finish.largest_logit(logits)
-    assert 0 <= chosen[1] < num_columns
-    assert not values[1].isfinite()
-    assert chosen[[0, 2]].equal(logits[[0, 2]].argmax(-1))
-    assert values[[0, 2]].equal(logits[[0, 2]].amax(-1))
-
-
-@pytest.mark.parametrize("num_tiles", mostly_slow(3, 1, 4, 70))
-def test_the_value_is_that_of_the_tile_whose_id_is_taken(num_tiles):
-    """In rows of ordinary values, of equal ones, of NaNs alone, and of nothing but minus infinity, as padding is."""
-    values = randn(4, num_tiles)
-    values[1], values[2], values[3] = -2.5, float("nan"), float("-inf")
-    ids = torch.arange(4 * num_tiles, dtype=torch.int32).flip(0).view(4, num_tiles)
-    best_ids, best = finish.best_token(values, ids)
-    tiles = values[0].argmax().item(), 0
-    assert [ids[row, tile] for row, tile in enumerate(tiles)] == best_ids[:2].tolist()
-    assert best[:2].tolist() == [values[0].max(), -2.5]
-    assert all(best_ids[row] in ids[row] for row in (2, 3))
-    assert best[2].isnan()
-    assert best[3] == float("-inf")
+    assert values[others].equal(logits[others].float().amax(-1))
 
 
 # Norms, rotation
