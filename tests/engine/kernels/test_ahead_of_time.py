@@ -207,7 +207,8 @@ CASES = [
     (attend_paged, {"rows": 2, "sinks": True, "window": 1000}),
 ]
 SLOW_CASES = [
-    *((multiply, options) for multiply in PRODUCTS for options in ({"rows": 1}, {"rows": 33, "inner": 2576})),
+    *((multiply, {"rows": 1, "dtype": torch.float16}) for multiply in PRODUCTS),
+    *((multiply, {"rows": 33, "inner": 2576}) for multiply in PRODUCTS),
     (attend_rotated, LONG),
     (attend_rotated, {"rows": 256}),
     (attend_rotated, {"page_size": 16}),
@@ -221,7 +222,6 @@ SLOW_CASES = [
     (attend_paged, {"group": 64}),
     *((function, {"dtype": torch.float32}) for function in (*PRODUCTS, attend_rotated, attend_paged)),
     *((attend_paged, {"dtype": torch.float32, "head_dim": head_dim}) for head_dim in (64, 256)),
-    *((function, {"dtype": torch.float16}) for function in (*PRODUCTS, attend_rotated, attend_paged)),
 ]
 
 
@@ -234,9 +234,10 @@ SLOW_CASES = [
 def test_large_kernels(card, function, options, compiled, tmp_path):
     options = {"dtype": half_of(card)} | options
     kernel, *combining = compiled(card, function, **options)
-    check_large_kernel(
-        kernel, card, options["dtype"], tmp_path, max_stack=0 if function is attend_paged else 16
-    )
+    max_stack = 0 if function is attend_paged else 16
+    if function in PRODUCTS and options["dtype"] == torch.float32:
+        max_stack = 4 * 1024  # without tensor cores, large tiles spill
+    check_large_kernel(kernel, card, options["dtype"], tmp_path, max_stack)
     assert len(combining) == (options.get("rows") == 2)
     assert all(stack_bytes(each, tmp_path) == 0 for each in combining)
     if card >= 90 and function in PRODUCTS:
