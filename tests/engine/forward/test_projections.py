@@ -15,14 +15,22 @@ from cbexp.engine.forward.projections import ProjectionFusion
 from tests.engine.forward.models import NUM_LAYERS, build, count_products, layer, logits, with_lora
 from tests.engine.kernels.cases import randn
 
-FAMILIES = {
-    "Llama": {},
-    "Qwen2": {},
-    "Qwen3": {},
-    "Mistral": {"sliding_window": 12},
-    "SmolLM3": {"no_rope_layers": [1, 0, 1]},
-    "Gemma2": {"sliding_window": 16, "attn_logit_softcapping": 1.0, "query_pre_attn_scalar": 16},
-}
+EXPERTS = {"num_experts_per_tok": 2}
+# With what each layer has: products that are computed as others, and these.
+FAMILIES = [
+    # q, k and v, gate and up: five products in two.
+    ("Llama", {}, 5, 2),
+    ("Qwen2", {}, 5, 2),
+    ("Qwen3", {}, 5, 2),
+    ("Mistral", {"sliding_window": 12}, 5, 2),
+    ("SmolLM3", {"no_rope_layers": [1, 0, 1]}, 5, 2),
+    ("Gemma2", {"sliding_window": 16, "attn_logit_softcapping": 1.0, "query_pre_attn_scalar": 16}, 5, 2),
+    ("Olmo2", {}, 5, 2),
+    ("GptOss", {"num_local_experts": 4} | EXPERTS, 3, 1),
+    ("Qwen3Moe", {"num_experts": 4, "moe_intermediate_size": 16} | EXPERTS, 3, 1),
+    # One product already.
+    ("Phi3", {"pad_token_id": 0}, 0, 0),
+]
 NUM_GROUPS = 2 * NUM_LAYERS
 
 
@@ -48,18 +56,20 @@ def check_fused(model, num_fused=NUM_GROUPS):
     return facts["skipped"]
 
 
+@pytest.mark.parametrize(("family", "changes", "num_fewer", "num_joint"), FAMILIES, ids=str)
 @pytest.mark.parametrize("lora", [False, True], ids=["plain", "lora"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_same_logits_with_fewer_products_and_the_model_comes_back(family, lora):
-    model = build(family, **FAMILIES[family])
-    model = with_lora(model) if lora else model
+def test_same_logits_with_fewer_products_and_the_model_comes_back(
+    family, changes, num_fewer, num_joint, lora
+):
+    model = build(family, **changes)
+    model = with_lora(model, ["q_proj", "v_proj", "qkv_proj"]) if lora else model
     attributes = {name: dict(vars(module)) for name, module in model.named_modules()}
-    assert check_fused(model) == {}
+    skipped = check_fused(model, num_joint * NUM_LAYERS)
+    assert list(skipped.values()) == ["is one product already"] * (0 if num_joint else NUM_GROUPS)
     num_single, _ = count_products(model)
     with fused(model):
         keys = list(model.state_dict())
-        # q, k and v, gate and up: five products in two.
-        assert count_products(model) == (num_single - 5 * NUM_LAYERS, NUM_GROUPS)
+        assert count_products(model) == (num_single - num_fewer * NUM_LAYERS, num_joint * NUM_LAYERS)
     assert {name: dict(vars(module)) for name, module in model.named_modules()} == attributes
     assert list(model.state_dict()) == keys
 
@@ -80,6 +90,9 @@ def test_adapters_are_added_as_peft_adds_them():
     assert all(not torch.allclose(outputs[0], other) for other in outputs[1:])
     model.merge_adapter()
     check_fused(model)
+    dora = with_lora(build(), targets=["up_proj"], use_dora=True)
+    reason = "up_proj has an adapter of another kind than plain LoRA: DoraLinearVariant"
+    assert list(check_fused(dora, NUM_LAYERS).values()) == [reason] * NUM_LAYERS
 
 
 class OddAttention(nn.Module):
@@ -151,9 +164,8 @@ def test_autocast_is_the_models_own():
             assert count_products(model)[1] == 0
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["plain", "lora"])
-def test_traced_without_breaks_once_for_all_rounds(lora):
-    model = with_lora(build("Qwen2")) if lora else build("Qwen2")
+def test_traced_without_breaks_once_for_all_rounds():
+    model = with_lora(build("Qwen2"))
     graphs = []
 
     def backend(graph, example_inputs):
@@ -188,49 +200,22 @@ class QuantisedTensor(nn.Parameter):
     pass
 
 
-def up_of(model):
-    return layer(model).mlp.up_proj
-
-
-def set_weight(change):
-    """`change` of the data of a weight [48, 32] is the data from then on."""
-
-    def spoil(model):
-        up_of(model).weight.data = change(up_of(model).weight.detach())
-
-    return spoil
-
-
-DORA = {"targets": ["up_proj"], "use_dora": True, "layers_to_transform": [0], "task_type": "CAUSAL_LM"}
 REFUSALS = [
-    (lambda model: setattr(up_of(model), "__class__", Quantised), "up_proj is a .*Quantised, not a plain"),
-    (
-        lambda model: setattr(up_of(model), "weight", QuantisedTensor(up_of(model).weight)),
-        "weight is a QuantisedTensor",
-    ),
-    (
-        set_weight(lambda data: data.t().contiguous().t()),
-        r"laid out as \(48, 32\), not as a contiguous \(48, 32\)",
-    ),
-    (
-        set_weight(lambda data: data.new_empty(0)),
-        r"up_proj.weight is laid out as \(0,\), not as a contiguous",
-    ),
-    (lambda model: setattr(up_of(model), "bias", nn.Parameter(torch.zeros(48))), "only some .* have a bias"),
-    (
-        lambda model: setattr(up_of(model), "forward", torch.neg),
-        "up_proj's forward was replaced by somebody else",
-    ),
-    (lambda model: with_lora(model, **DORA), "up_proj has an adapter of another kind than plain LoRA"),
-    (lambda model: up_of(model).to(torch.bfloat16), "differ in dtype: torch.bfloat16, torch.float32"),
-    (lambda model: up_of(model).to("meta"), r"up_proj.weight holds no data \(device meta\)"),
+    (lambda up: setattr(up, "__class__", Quantised), "up_proj is a .*Quantised, not a plain torch.nn.Linear"),
+    (lambda up: setattr(up, "weight", QuantisedTensor(up.weight)), "up_proj.weight is a QuantisedTensor"),
+    (lambda up: setattr(up.weight, "data", up.weight.new_empty(0)), r"as \(0,\), not as a contiguous"),
+    (lambda up: setattr(up.weight, "data", up.weight.t().contiguous().t()), r"as \(48, 32\), not as"),
+    (lambda up: setattr(up, "bias", nn.Parameter(torch.zeros(48))), "only some .* have a bias"),
+    (lambda up: setattr(up, "forward", torch.neg), "up_proj's forward was replaced by somebody else"),
+    (lambda up: up.to(torch.bfloat16), "differ in dtype: torch.bfloat16, torch.float32"),
+    (lambda up: up.to("meta"), r"up_proj.weight holds no data \(device meta\)"),
 ]
 
 
 @pytest.mark.parametrize(("spoil", "reason"), REFUSALS, ids=[reason for _, reason in REFUSALS])
 def test_what_cannot_be_fused_is_left_alone_and_named(spoil, reason):
     model = build()
-    spoil(model)
+    spoil(layer(model).mlp.up_proj)
     fusion = ProjectionFusion(model)
     fusion.find()
     facts = fusion.describe()
@@ -241,25 +226,8 @@ def test_what_cannot_be_fused_is_left_alone_and_named(spoil, reason):
 def test_parameters_may_lie_anywhere():
     """Tied to another's, or in one buffer with it."""
     model = build()
-    up_of(model).weight = layer(model, 1).mlp.up_proj.weight
-    gate = layer(model, 2).mlp.gate_proj.weight
-    both = torch.cat([gate.detach(), gate.detach() + 1])
-    gate.data, layer(model, 2).mlp.up_proj.weight.data = both.chunk(2)
+    mlps = [layer(model, index).mlp for index in range(NUM_LAYERS)]
+    mlps[0].up_proj.weight = mlps[1].up_proj.weight
+    both = torch.cat([mlps[2].gate_proj.weight.detach(), mlps[2].up_proj.weight.detach()])
+    mlps[2].gate_proj.weight.data, mlps[2].up_proj.weight.data = both.chunk(2)
     assert check_fused(model) == {}
-
-
-EXPERTS = {"num_experts_per_tok": 2}
-
-
-@pytest.mark.parametrize(
-    ("family", "changes", "num_fused", "num_skipped"),
-    [
-        ("Phi3", {"pad_token_id": 0}, 0, NUM_GROUPS),
-        ("Olmo2", {}, NUM_GROUPS, 0),
-        ("GptOss", {"num_local_experts": 4} | EXPERTS, NUM_LAYERS, 0),
-        ("Qwen3Moe", {"num_experts": 4, "moe_intermediate_size": 16} | EXPERTS, NUM_LAYERS, 0),
-    ],
-)
-def test_other_families_are_fused_as_far_as_they_can_be(family, changes, num_fused, num_skipped):
-    skipped = check_fused(build(family, **changes), num_fused)
-    assert list(skipped.values()) == ["is one product already"] * num_skipped
