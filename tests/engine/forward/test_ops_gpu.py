@@ -8,11 +8,10 @@ from torch.utils._pytree import tree_map
 
 from cbexp.engine import sampling
 from cbexp.engine.attention import paged_decode_reference
-from cbexp.engine.buffers import allocate_buffers
 from cbexp.engine.forward import ops, products, reference
 from cbexp.engine.kernels.tiles import MAX_SKINNY_ROWS
 from tests.engine.graph_capture import capture
-from tests.engine.kernels.cases import EPS, build_paged_case, randn, rotary_tables
+from tests.engine.kernels.cases import EPS, build_paged_case, check_advance, randn, rotary_tables
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_fp32")]
 
@@ -80,45 +79,28 @@ def check(name, *arguments, dtype):
 
 
 @pytest.mark.parametrize(("rows", "dtype"), SIZES, ids=str)
-def test_embedding(rows, dtype):
+def test_operators_of_a_layer(rows, dtype):
+    has_variants = (rows, dtype) in FEW_SIZES
+    x, norm = tensor(rows, HIDDEN, dtype=dtype), norm_weight(HIDDEN, dtype)
     token_ids = torch.arange(rows, device=DEVICE) * 7919 % 4000
-    table = tensor(4000, HIDDEN, dtype=dtype)
-    check("embed_norm", token_ids, table, norm_weight(HIDDEN, dtype), EPS, dtype=dtype)
+    check("embed_norm", token_ids, tensor(4000, HIDDEN, dtype=dtype), norm, EPS, dtype=dtype)
 
-
-@pytest.mark.parametrize(
-    ("rows", "dtype", "in_features"),
-    [
-        *((*size, HEADS * HEAD_DIM) for size in SIZES),
-        *((*size, in_features) for size in FEW_SIZES for in_features in (INTERMEDIATE, 2576)),
-    ],
-    ids=str,
-)
-def test_projection_and_residual(rows, in_features, dtype):
-    x, weight = tensor(rows, in_features, dtype=dtype), matrix(HIDDEN, in_features, dtype)
-    residual = tensor(rows, HIDDEN, dtype=dtype, seed=3)
-    bias = tensor(HIDDEN, dtype=dtype, seed=4) if in_features == 2576 else None
-    check("project_add_norm", x, weight, bias, residual, norm_weight(HIDDEN, dtype), EPS, dtype=dtype)
-
-
-@pytest.mark.parametrize(("rows", "dtype"), SIZES, ids=str)
-def test_gate_and_up(rows, dtype):
-    x, gate, up = tensor(rows, HIDDEN, dtype=dtype), *(matrix(INTERMEDIATE, HIDDEN, dtype, n) for n in (1, 2))
+    gate, up = (matrix(INTERMEDIATE, HIDDEN, dtype, n) for n in (1, 2))
     check("gated_projection", x, gate, up, dtype=dtype)
     check("gated_projection", x, up, gate, dtype=dtype)
 
+    residual, bias = (tensor(*shape, dtype=dtype, seed=3) for shape in ((rows, HIDDEN), (HIDDEN,)))
+    for in_features in (HEADS * HEAD_DIM, *((INTERMEDIATE, 2576) if has_variants else ())):
+        product = tensor(rows, in_features, dtype=dtype), matrix(HIDDEN, in_features, dtype)
+        other = residual, norm, EPS
+        check("project_add_norm", *product, bias if in_features == 2576 else None, *other, dtype=dtype)
 
-@pytest.mark.parametrize(
-    ("rows", "dtype", "is_qwen3"),
-    [*((*size, True) for size in SIZES), *((*size, False) for size in FEW_SIZES)],
-    ids=str,
-)
-def test_queries_keys_and_values(rows, is_qwen3, dtype):
-    x, weights_and_biases = tensor(rows, HIDDEN, dtype=dtype), qkv(dtype, has_bias=not is_qwen3)
-    norms = [norm_weight(HEAD_DIM, dtype, seed) for seed in (4, 5)] if is_qwen3 else [None, None]
     positions = (torch.arange(rows, device=DEVICE, dtype=torch.int32) * 37) % 500 - 1
     rotary = rotary_tables(500, HEAD_DIM, dtype, DEVICE)
-    check("rotated_projection", x, *weights_and_biases, positions, *rotary, *norms, EPS, dtype=dtype)
+    for is_qwen3 in (True, False) if has_variants else (True,):
+        norms = [norm_weight(HEAD_DIM, dtype, seed) for seed in (4, 5)] if is_qwen3 else [None, None]
+        projection = x, *qkv(dtype, has_bias=not is_qwen3)
+        check("rotated_projection", *projection, positions, *rotary, *norms, EPS, dtype=dtype)
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -131,34 +113,24 @@ def test_joint_products(rows, dtype, has_bias):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("is_swapped", [False, True])
+@pytest.mark.parametrize("order", [1, -1])
 @pytest.mark.parametrize("gap", [0, 5 * 2**30], ids=["neighbours", "far apart"])
-def test_products_over_two_addresses(gap, is_swapped, dtype):
+def test_products_over_two_addresses(gap, order, dtype):
     """In both orders, captured too, of memory that is written later; the distance may need more than 32 bits."""
-    n, rows = 1024, MAX_SKINNY_ROWS + 1
-    x, block = (
-        tensor(rows, HIDDEN, dtype=dtype),
-        torch.empty(2 * n * HIDDEN + gap, dtype=dtype, device=DEVICE),
-    )
-    weights = [block[: n * HIDDEN].view(n, HIDDEN), block[-n * HIDDEN :].view(n, HIDDEN)]
-    weights = weights[::-1] if is_swapped else weights
+    n, outputs = 1024, []
+    x = tensor(MAX_SKINNY_ROWS + 1, HIDDEN, dtype=dtype)
+    block = torch.empty(2 * n * HIDDEN + gap, dtype=dtype, device=DEVICE)
+    weights = [block[: n * HIDDEN].view(n, HIDDEN), block[-n * HIDDEN :].view(n, HIDDEN)][::order]
 
-    def fill(seed):
+    graph = capture(lambda: outputs.append(products._multiply_pair(x, *weights)))
+    for seed in (0, 2):
         for index, weight in enumerate(weights):
-            weight.copy_(matrix(n, HIDDEN, dtype, 2 * seed + index))
-
-    def check_products(actual):
-        for weight, product in zip(weights, actual, strict=True):
-            expected = x.double() @ weight.double().T
-            torch.testing.assert_close(product.double(), expected, **TOLERANCES[dtype])
-
-    fill(0)
-    check_products(products._multiply_pair(x, *weights))
-    captured = []
-    graph = capture(lambda: captured.append(products._multiply_pair(x, *weights)))
-    fill(1)
-    graph.replay()
-    check_products(captured[-1])
+            weight.copy_(matrix(n, HIDDEN, dtype, seed + index))
+        graph.replay()
+        for pair in (outputs[-1], products._multiply_pair(x, *weights)):
+            for weight, product in zip(weights, pair, strict=True):
+                expected = x.double() @ weight.double().T
+                torch.testing.assert_close(product.double(), expected, **TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize(("rows", "dtype"), SIZES, ids=str)
@@ -211,24 +183,7 @@ def test_nan_of_one_row_stays_there(rows):
 
 @pytest.mark.parametrize("rows", [1, 70, 1024])
 def test_rows_advance_as_in_plain_torch(rows):
-    """Which is what runs on the CPU."""
-    generator = torch.Generator().manual_seed(rows)
-
-    def draw(high, low=0):
-        return torch.randint(low, high, (1030,), generator=generator)
-
-    start = {"token_ids": draw(10), "positions": draw(30, -3).clamp(min=-1), "remaining": draw(5)}
-    options = {"max_rows": 1030, "max_burst": 6, "eos_token_ids": (2, 5)}
-    plain, own = (allocate_buffers({}, **options, device=torch.device(device)) for device in ("cpu", DEVICE))
-    for buffers in (plain, own):
-        for name, value in start.items():
-            getattr(buffers, name).copy_(value)
-    for _ in range(6):
-        next_ids, logits = draw(10)[:rows], torch.randn(rows, generator=generator)
-        sampling.advance(plain, next_ids, logits)
-        sampling.advance(own, next_ids.to(DEVICE), logits.to(DEVICE))
-        for actual, expected in zip(own.state(), plain.state(), strict=True):
-            assert actual.cpu().equal(expected)
+    check_advance(sampling.advance, rows, (2, 5), DEVICE)
 
 
 # Attention
@@ -236,30 +191,24 @@ def test_rows_advance_as_in_plain_torch(rows):
 
 def attention_arguments(positions, dtype, *, is_qwen3=True, head_dim=HEAD_DIM, window=0, page_size=64):
     """Of `attend_new_token`; every slot that no row has written holds NaN."""
-    paged = build_paged_case(
-        positions,
-        heads=HEADS,
-        kv_heads=KV_HEADS,
-        head_dim=head_dim,
-        page_size=page_size,
-        dtype=dtype,
-        device=DEVICE,
-        window=window,
-    )
+    shape = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": head_dim, "page_size": page_size}
+    paged = build_paged_case(positions, **shape, dtype=dtype, device=DEVICE, window=window)
     norms = [norm_weight(head_dim, dtype, seed) for seed in (4, 5)] if is_qwen3 else [None, None]
-    x, weights_and_biases = tensor(len(positions), HIDDEN, dtype=dtype), qkv(dtype, head_dim, not is_qwen3)
-    rotary = rotary_tables(max(positions) + 1, head_dim, dtype, DEVICE)
-    arrivals = torch.zeros(len(positions) * KV_HEADS, dtype=torch.int32, device=DEVICE)
+    weights, biases = qkv(dtype, head_dim, not is_qwen3)
+    cos, sin = rotary_tables(max(positions) + 1, head_dim, dtype, DEVICE)
     return {
-        "x": x,
-        **dict(zip(("weights", "biases"), weights_and_biases, strict=True)),
+        "x": tensor(len(positions), HIDDEN, dtype=dtype),
+        "weights": weights,
+        "biases": biases,
         "positions": paged.positions,
-        **dict(zip(("cos", "sin"), rotary, strict=True)),
-        **dict(zip(("q_norm", "k_norm"), norms, strict=True)),
+        "cos": cos,
+        "sin": sin,
+        "q_norm": norms[0],
+        "k_norm": norms[1],
         "pages": paged.pages,
         "block_table": paged.block_table,
         "page_offset": paged.page_offset,
-        "arrivals": arrivals,
+        "arrivals": torch.zeros(len(positions) * KV_HEADS, dtype=torch.int32, device=DEVICE),
         "eps": EPS,
         "scaling": head_dim**-0.5,
         "window": window,
@@ -301,35 +250,30 @@ def check_attention(arguments, dtype):
     assert not arguments["arrivals"].any()
 
 
-def spread_positions(rows):
-    """Empty, full and partly filled pages, with inactive rows between; the first is active."""
-    return [400 if row == 0 else (row * 53) % 402 - 1 for row in range(rows)]
-
-
 @pytest.mark.parametrize(
-    ("rows", "dtype", "is_qwen3"),
-    [*((*size, True) for size in SIZES), *((*size, False) for size in FEW_SIZES)],
+    ("rows", "dtype", "options"),
+    [
+        *((*size, {}) for size in SIZES),
+        *((*size, {"is_qwen3": False}) for size in FEW_SIZES),
+        *(
+            (4, torch.bfloat16, {"window": window, "page_size": n})
+            for window, n in ((0, 16), (256, 32), (100, 256))
+        ),
+        *(
+            (64, torch.bfloat16, {"window": window, "page_size": n})
+            for window, n in ((100, 16), (0, 32), (256, 256))
+        ),
+        *(
+            (rows, torch.bfloat16, {"head_dim": n})
+            for rows, n in ((64, 64), (64, 80), (65, 96), (4, 80), (4, 256))
+        ),
+    ],
     ids=str,
 )
-def test_attention(rows, is_qwen3, dtype):
-    check_attention(attention_arguments(spread_positions(rows), dtype, is_qwen3=is_qwen3), dtype)
-
-
-@pytest.mark.parametrize(
-    ("rows", "window", "page_size"),
-    [(4, 0, 16), (64, 100, 16), (4, 256, 32), (64, 0, 32), (4, 100, 256), (64, 256, 256)],
-)
-def test_attention_in_pages_and_windows(rows, window, page_size):
-    arguments = attention_arguments(
-        spread_positions(rows), torch.bfloat16, window=window, page_size=page_size
-    )
-    check_attention(arguments, torch.bfloat16)
-
-
-@pytest.mark.parametrize(("rows", "head_dim"), [(64, 64), (64, 80), (65, 96), (64, 256), (4, 80), (4, 256)])
-def test_attention_of_other_head_sizes(rows, head_dim):
-    arguments = attention_arguments(spread_positions(rows), torch.bfloat16, head_dim=head_dim)
-    check_attention(arguments, torch.bfloat16)
+def test_attention(rows, dtype, options):
+    """Empty, full and partly filled pages, with inactive rows between; the first is active."""
+    positions = [400 if row == 0 else (row * 53) % 402 - 1 for row in range(rows)]
+    check_attention(attention_arguments(positions, dtype, **options), dtype)
 
 
 @pytest.mark.parametrize(("rows", "longest"), [(1, 9000), (2, 5000), (16, 3001), (64, 4500), (256, 2000)])

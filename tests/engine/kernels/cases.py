@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from cbexp.engine import sampling
 from cbexp.engine.attention import paged_decode_reference
+from cbexp.engine.buffers import allocate_buffers
 from cbexp.engine.forward import reference
 
 EPS = 1e-6
@@ -245,3 +247,27 @@ def build_rotated_case(
         build_projected_case(positions, splits=splits, norms=norms, **shape),
         build_paged_case(positions, window=window, page_size=page_size, **shape),
     )
+
+
+def check_advance(advance, rows, eos_token_ids, device="cpu") -> None:
+    """`advance` does in some steps of `rows` of the buffers' what plain torch does on the CPU."""
+    generator, max_rows = torch.Generator().manual_seed(rows), rows + 2
+
+    def draw(high, low=0, num=max_rows):
+        return torch.randint(low, high, (num,), generator=generator)
+
+    start = {"token_ids": draw(10), "positions": draw(30, -3).clamp(min=-1), "remaining": draw(5)}
+    options = {"max_rows": max_rows, "max_burst": 6, "eos_token_ids": eos_token_ids}
+    plain, own = (allocate_buffers({}, **options, device=torch.device(each)) for each in ("cpu", device))
+    for buffers in (plain, own):
+        for name, value in start.items():
+            getattr(buffers, name).copy_(value)
+    for step in range(6):
+        next_ids, logits = draw(10, num=rows), torch.randn(rows, generator=generator)
+        logits[0] = float("nan") if step == 5 else 0.5
+        sampling.advance(plain, next_ids, logits)
+        advance(own, next_ids.to(device), logits.to(device))
+        for actual, expected in zip(
+            (*own.state(), own.best_logits), (*plain.state(), plain.best_logits), strict=True
+        ):
+            assert is_same(actual.cpu(), expected).all()

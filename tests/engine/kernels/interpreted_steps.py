@@ -7,11 +7,10 @@ import torch
 from torch.nn import functional
 
 from cbexp.engine import sampling
-from cbexp.engine.buffers import allocate_buffers
 from cbexp.engine.forward import reference
 from cbexp.engine.kernels import finish, heads, linear, norms
 from cbexp.engine.kernels.tiles import LinearTile
-from tests.engine.kernels.cases import EPS, build_projected_case, mostly_slow, randn
+from tests.engine.kernels.cases import EPS, build_projected_case, check_advance, mostly_slow, randn
 from tests.engine.ulps import assert_rounded_alike, unit_in_last_place
 
 pytestmark = pytest.mark.usefixtures("exact_products")
@@ -232,26 +231,4 @@ def test_nan_of_one_row_stays_there():
 @pytest.mark.parametrize("eos_token_ids", mostly_slow((2, 5, 7), ((),), ((2,),)), ids=str)
 @pytest.mark.parametrize("rows", mostly_slow(5, 1, 70))
 def test_rows_advance_as_in_plain_torch(rows, eos_token_ids):
-    generator = torch.Generator().manual_seed(rows)
-
-    def draw(high, low=0):
-        return torch.randint(low, high, (72,), generator=generator)
-
-    start = {"token_ids": draw(10), "positions": draw(30, -3).clamp(min=-1), "remaining": draw(5)}
-    options = {"max_rows": 72, "max_burst": 6, "eos_token_ids": eos_token_ids, "device": torch.device("cpu")}
-    plain, own = (allocate_buffers({}, **options) for _ in range(2))
-    for each in (plain, own):
-        for name, value in start.items():
-            getattr(each, name).copy_(value)
-        each.best_logits.fill_(-9.0)
-    for _ in range(6):
-        next_ids, logits = draw(10)[:rows], torch.randn(rows, generator=generator)
-        sampling.advance(plain, next_ids, logits)
-        finish.advance(own, next_ids, logits)
-        for actual, expected in zip(own.state(), plain.state(), strict=True):
-            assert actual.equal(expected)
-        assert own.best_logits.equal(torch.cat([logits, torch.full((72 - rows,), -9.0)]))
-    assert int(own.step) == 6
-    own.step.zero_()
-    finish.advance(own, next_ids, torch.full((rows,), float("nan")))
-    assert own.best_logits.isnan().sum() == rows
+    check_advance(finish.advance, rows, eos_token_ids)
