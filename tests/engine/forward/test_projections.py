@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import weakref
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from peft import LoraConfig
 from torch import nn
 
 from cbexp.engine.forward.projections import ProjectionFusion
-from tests.engine.forward.models import NUM_LAYERS, build, count_products, layer, logits, with_lora
+from tests.engine.forward.models import NUM_LAYERS, build, count_products, fused, layer, logits, with_lora
 from tests.engine.kernels.cases import randn
 
 EXPERTS = {"num_experts_per_tok": 2}
@@ -32,17 +31,6 @@ FAMILIES = [
     ("Phi3", {"pad_token_id": 0}, 0, 0),
 ]
 NUM_GROUPS = 2 * NUM_LAYERS
-
-
-@contextmanager
-def fused(model):
-    fusion = ProjectionFusion(model)
-    fusion.find()
-    fusion.install()
-    try:
-        yield fusion
-    finally:
-        fusion.remove()
 
 
 def check_fused(model, num_fused=NUM_GROUPS):
