@@ -1,6 +1,5 @@
-"""Inputs for tests of kernels and operators, and paged attention's definition as loops over rows and heads."""
+"""Inputs for tests of kernels and operators, and paged attention's definition by rows and heads."""
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,8 +105,8 @@ def build_paged_case(
         return torch.randn(*shape, generator=generator, device=device).to(dtype)
 
     rows = len(positions)
-    lengths = [min(position + 1, window) if window else position + 1 for position in positions]
-    width = table_width or max(1, -(-max(lengths) // page_size))
+    longest = max(positions) + 1
+    width = table_width or max(1, -(-min(longest, window or longest) // page_size))
     pages_per_block, num_blocks = 4, rows * width + 1
     blocks = torch.randperm(num_blocks - 1, generator=generator, device=device) + 1
     block_table = (blocks.view(rows, width) * pages_per_block).int()
@@ -127,43 +126,33 @@ def build_paged_case(
     # Strides of a joint projection: query, key and value side by side in a row.
     packed = randn(rows, heads + 2 * kv_heads, head_dim)
     query, key, value = packed.split([heads, kv_heads, kv_heads], dim=1)
-    options = {"scaling": head_dim**-0.5, "window": window, "softcap": softcap}
-    options["sinks"] = randn(heads) if sinks else None
-    index = {"dtype": torch.int32, "device": device}
-    table_and_positions = block_table, torch.tensor(positions, **index), torch.tensor(offset, **index)
-    return PagedCase(query, key, value, pages, *table_and_positions, options)
+    sinks = randn(heads) if sinks else None
+    options = {"scaling": head_dim**-0.5, "window": window, "softcap": softcap, "sinks": sinks}
+    places = (torch.tensor(each, dtype=torch.int32, device=device) for each in (positions, offset))
+    return PagedCase(query, key, value, pages, block_table, *places, options)
 
 
 def attend_naively(
     query, key, value, pages, block_table, positions, page_offset, *, scaling, window, softcap, sinks
 ) -> Tensor:
-    """The definition, in float64 and Python loops."""
+    """The definition, in float64, by row and head."""
     output = torch.zeros(query.shape, dtype=torch.float64)
     group, page_size = query.shape[1] // key.shape[1], pages.shape[1]
-    for row in range(len(query)):
-        position = int(positions[row])
+    for row, position in enumerate(positions.tolist()):
         if position < 0:
             continue
-        places = []
         first = max(0, position + 1 - window) if window else 0
-        for earlier in range(first, position + 1):
-            slot = earlier % window if window else earlier
-            page = int(block_table[row, slot // page_size]) + int(page_offset)
-            places.append((page, slot % page_size))
-        page, in_page = places[-1]
-        pages[page, in_page] = key[row]
-        pages[page + 1, in_page] = value[row]
+        slots = [token % window if window else token for token in range(first, position + 1)]
+        at = [int(block_table[row, slot // page_size] + page_offset) for slot in slots]
+        in_page = [slot % page_size for slot in slots]
+        pages[at[-1], in_page[-1]], pages[at[-1] + 1, in_page[-1]] = key[row], value[row]
         for head in range(query.shape[1]):
-            logits = []
-            for page, in_page in places:
-                product = torch.dot(query[row, head].double(), pages[page, in_page, head // group].double())
-                logit = float(product) * scaling
-                logits.append(softcap * math.tanh(logit / softcap) if softcap else logit)
-            denominator = sum(math.exp(logit) for logit in logits)
-            denominator += math.exp(float(sinks[head])) if sinks is not None else 0.0
-            for logit, (page, in_page) in zip(logits, places, strict=True):
-                share = math.exp(logit) / denominator
-                output[row, head] += share * pages[page + 1, in_page, head // group].double()
+            keys = pages[at, in_page, head // group].double()
+            values = pages[[page + 1 for page in at], in_page, head // group].double()
+            logits = keys @ query[row, head].double() * scaling
+            weights = (softcap * torch.tanh(logits / softcap) if softcap else logits).exp()
+            denominator = weights.sum() + (sinks[head].double().exp() if sinks is not None else 0)
+            output[row, head] = weights @ values / denominator
     return output
 
 
@@ -174,34 +163,28 @@ class ProjectedCase:
     parts: list[Tensor]
     positions: Tensor
     rotary: tuple[Tensor, Tensor]
-    norms: tuple[Tensor | None, Tensor | None]
+    norms: list[Tensor | None]
 
     def expected_heads(self) -> list[Tensor]:
         """Of the reference, which projects by itself: a product with one is the projection."""
         dtype = self.rotary[0].dtype
         projected = torch.cat([parts.float().sum(0).to(dtype) for parts in self.parts], 1)
-        one = torch.eye(projected.shape[1], dtype=dtype, device=projected.device)
-        weights = one.split([parts.shape[2] for parts in self.parts])
-        arguments = (projected, weights, [], self.positions, *self.rotary, *self.norms, EPS)
-        return list(reference.rotated_projection(*arguments))
+        weights = torch.eye(projected.shape[1], dtype=dtype).split([parts.shape[2] for parts in self.parts])
+        others = self.positions, *self.rotary, *self.norms, EPS
+        return list(reference.rotated_projection(projected, weights, [], *others))
 
 
 def build_projected_case(
-    positions, *, heads=4, kv_heads=2, head_dim=16, splits=2, norms=True, dtype=torch.float32, device="cpu"
+    positions, *, heads=4, kv_heads=2, head_dim=16, splits=2, norms=True, dtype=torch.float32
 ) -> ProjectedCase:
-    kind = {"dtype": dtype, "device": device}
     # One part is a product of the vendor's library, in the model's dtype.
-    parts_kind = {"dtype": dtype if splits == 1 else torch.float32, "device": device}
+    parts_dtype = dtype if splits == 1 else torch.float32
+    shapes = [(splits, len(positions), each * head_dim) for each in (heads, kv_heads, kv_heads)]
     return ProjectedCase(
-        parts=[
-            randn(splits, len(positions), each * head_dim, seed=seed, **parts_kind)
-            for seed, each in enumerate((heads, kv_heads, kv_heads))
-        ],
-        positions=torch.tensor(positions, dtype=torch.int32, device=device),
-        rotary=rotary_tables(max(positions) + 1, head_dim, **kind),
-        norms=(1 + randn(head_dim, seed=3, **kind), 1 + randn(head_dim, seed=4, **kind))
-        if norms
-        else (None, None),
+        parts=[randn(*shape, dtype=parts_dtype, seed=seed) for seed, shape in enumerate(shapes)],
+        positions=torch.tensor(positions, dtype=torch.int32),
+        rotary=rotary_tables(max(positions) + 1, head_dim, dtype),
+        norms=[1 + randn(head_dim, dtype=dtype, seed=seed) if norms else None for seed in (3, 4)],
     )
 
 
@@ -219,34 +202,19 @@ class RotatedAttentionCase:
 
     def run(self, attend, chunk: int = 1024, **tile: Any) -> tuple[Tensor, Tensor]:
         paged, projected, pages = self.paged, self.projected, self.paged.pages.clone()
-        num_tasks = len(projected.positions) * pages.shape[2]
-        arrivals = torch.zeros(num_tasks, dtype=torch.int32, device=pages.device)
-        output = attend(
-            *projected.parts,
-            projected.positions,
-            *projected.rotary,
-            *projected.norms,
-            pages,
-            paged.block_table,
-            paged.page_offset,
-            arrivals,
-            eps=EPS,
-            scaling=paged.options["scaling"],
-            window=paged.options["window"],
-            chunk=chunk,
-            **tile,
-        )
+        arrivals = torch.zeros(len(projected.positions) * pages.shape[2], dtype=torch.int32)
+        heads = *projected.parts, projected.positions, *projected.rotary, *projected.norms
+        place = pages, paged.block_table, paged.page_offset, arrivals
+        options = {name: paged.options[name] for name in ("scaling", "window")}
+        output = attend(*heads, *place, eps=EPS, chunk=chunk, **options, **tile)
         assert not arrivals.any()
         return output, pages
 
 
-def build_rotated_case(
-    positions, *, window=0, page_size=4, splits=2, norms=True, **shape: Any
-) -> RotatedAttentionCase:
-    return RotatedAttentionCase(
-        build_projected_case(positions, splits=splits, norms=norms, **shape),
-        build_paged_case(positions, window=window, page_size=page_size, **shape),
-    )
+def build_rotated_case(positions, *, window=0, page_size=4, splits=2, norms=True, **shape: Any):
+    projected = build_projected_case(positions, splits=splits, norms=norms, **shape)
+    paged = build_paged_case(positions, window=window, page_size=page_size, **shape)
+    return RotatedAttentionCase(projected, paged)
 
 
 def check_advance(advance, rows, eos_token_ids, device="cpu") -> None:
@@ -267,7 +235,4 @@ def check_advance(advance, rows, eos_token_ids, device="cpu") -> None:
         logits[0] = float("nan") if step == 5 else 0.5
         sampling.advance(plain, next_ids, logits)
         advance(own, next_ids.to(device), logits.to(device))
-        for actual, expected in zip(
-            (*own.state(), own.best_logits), (*plain.state(), plain.best_logits), strict=True
-        ):
-            assert is_same(actual.cpu(), expected).all()
+        assert all(is_same(a.cpu(), b).all() for a, b in zip(own.state(), plain.state(), strict=True))
