@@ -30,12 +30,8 @@ def check_rounded_alike(actual, expected, roundings):
         assert_rounded_alike(actual, expected, roundings=roundings)
 
 
-def linear_inputs(rows, dtype=torch.float32, out_features=OUT_FEATURES, in_features=IN_FEATURES):
-    """Scaled so that products are about one, as behind a norm."""
-    return randn(rows, in_features, dtype=dtype), weight_of(out_features, dtype, in_features)
-
-
 def weight_of(out_features, dtype=torch.float32, in_features=IN_FEATURES, seed=1):
+    """Scaled so that products are about one, as behind a norm."""
     return (randn(out_features, in_features, seed=seed) / in_features**0.5).to(dtype)
 
 
@@ -55,9 +51,8 @@ def test_products_with_several_weights(has_bias, sizes, rows, dtype):
     biases = [randn(n, dtype=dtype, seed=n) for n in sizes] if has_bias else []
     products = linear.split_linear(x, weights, biases, LinearTile(32, 32, splits=2))
     whole = linear.split_linear(x, weights, biases, TILE, out_dtype=dtype)
-    for parts, part, expected in zip(
-        products, whole, reference.joint_linear(x, weights, biases), strict=True
-    ):
+    all_expected = reference.joint_linear(x, weights, biases)
+    for parts, part, expected in zip(products, whole, all_expected, strict=True):
         assert parts.shape == (2, *expected.shape)
         assert parts.dtype == torch.float32
         check_rounded_alike(parts.sum(0).to(dtype), expected, roundings=1)
@@ -67,7 +62,7 @@ def test_products_with_several_weights(has_bias, sizes, rows, dtype):
 @pytest.mark.parametrize("in_features", mostly_slow(IN_FEATURES, 48, 64, 128))
 @pytest.mark.parametrize("splits", mostly_slow(3, 1, 2, 8))
 def test_parts_of_a_product_add_up(splits, in_features):
-    x, weight = linear_inputs(3, in_features=in_features)
+    x, weight = randn(3, in_features), weight_of(OUT_FEATURES, in_features=in_features)
     bias = randn(OUT_FEATURES, seed=2)
     [parts] = linear.split_linear(x, [weight], [bias], LinearTile(32, 32, splits=splits))
     columns_each = 32 * math.ceil(in_features / splits / 32)
@@ -81,8 +76,7 @@ def test_parts_of_a_product_add_up(splits, in_features):
 @pytest.mark.parametrize("rows", ROWS)
 def test_gate_and_up(rows, dtype):
     """By a kernel of their own, and of the vendor's products."""
-    x, gate = linear_inputs(rows, dtype, out_features=40)
-    up = weight_of(40, dtype, seed=2)
+    x, gate, up = randn(rows, IN_FEATURES, dtype=dtype), *(weight_of(40, dtype, seed=n) for n in (1, 2))
     actual = linear.gate_up_silu(x, gate, up, TILE)
     check_rounded_alike(actual, reference.gated_projection(x, gate, up), roundings=4)
     gate, up = randn(2, rows, 2100, dtype=dtype)
@@ -99,7 +93,7 @@ def best_tokens(x, weight):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", ROWS)
 def test_head(rows, dtype):
-    x, weight = linear_inputs(rows, dtype, out_features=333)
+    x, weight = randn(rows, IN_FEATURES, dtype=dtype), weight_of(333, dtype)
     logits = functional.linear(x, weight)
     chosen, values = best_tokens(x, weight)
     assert (chosen.dtype, values.dtype) == (torch.int64, torch.float32)
@@ -203,26 +197,22 @@ def test_heads(splits, head_dim, has_norm, dtype):
 
 
 def test_nan_of_one_row_stays_there():
-    rows, bad = 5, 2
-    others = [0, 1, 3, 4]
-    x, weight = linear_inputs(rows)
-    residual = randn(rows, OUT_FEATURES, seed=3)
-    norm_weight = torch.ones(OUT_FEATURES)
+    others, bad = [0, 1, 3, 4], 2
+    x, weight, residual = randn(5, IN_FEATURES), weight_of(OUT_FEATURES), randn(5, OUT_FEATURES, seed=3)
 
     def run(x):
         first, second = linear.split_linear(x, [weight, weight[:37]], [], LinearTile(32, 32, splits=2))
-        gated = linear.gate_up_silu(x, weight, weight, TILE)
-        best_ids, values = best_tokens(x, weight)
-        return [*norms.add_norm(first, residual, norm_weight, EPS), second.sum(0), gated, values, best_ids]
+        normed = norms.add_norm(first, residual, torch.ones(OUT_FEATURES), EPS)
+        return [*normed, second.sum(0), linear.gate_up_silu(x, weight, weight, TILE), *best_tokens(x, weight)]
 
     expected = run(x)
     for value in (float("nan"), float("inf")):
-        poisoned = x.clone()
-        poisoned[bad] = value
-        for actual, clean in zip(run(poisoned), expected, strict=True):
+        x[bad] = value
+        poisoned = run(x)
+        for actual, clean in zip(poisoned, expected, strict=True):
             assert actual[others].equal(clean[others])
-        assert 0 <= run(poisoned)[-1][bad] < OUT_FEATURES
-        assert not run(poisoned)[-2][bad].isfinite()
+        assert 0 <= poisoned[-2][bad] < OUT_FEATURES
+        assert not poisoned[-1][bad].isfinite()
 
 
 # The end of a step
