@@ -79,9 +79,11 @@ def test_large_logits(factor, softcap, sink):
 
 @pytest.mark.parametrize("num_splits", SPLITS)
 def test_an_inactive_row_touches_no_page(num_splits):
-    case = build_paged_case([8, -1, 12], table_width=4)
+    """Nor does a row that has no query, of the largest batch's."""
+    case = build_paged_case([8, -1, 12, 20], table_width=6)
     case.block_table[1] = case.block_table[0, 2]
     case.query[1] = case.key[1] = case.value[1] = float("nan")
+    case.query, case.key, case.value = case.query[:3], case.key[:3], case.value[:3]
     check(case, num_splits=num_splits)
 
 
@@ -94,12 +96,6 @@ def test_a_nan_stays_in_its_row(num_splits):
     output, _ = case.run(paged_decode_attention, num_splits=num_splits, tile=TILES[0])
     assert output[1].isnan().all()
     assert torch.equal(output[[0, 2]], clean[[0, 2]])
-
-
-def test_reads_as_many_rows_as_there_are_queries():
-    case = build_paged_case([3, 12, 20])
-    case.query, case.key, case.value = case.query[:2], case.key[:2], case.value[:2]
-    check(case)
 
 
 def test_refuses_a_last_axis_with_gaps():
@@ -133,18 +129,16 @@ def many_rows(num_rows):
             for dtype in DTYPES
         ),
         *(
-            (POSITIONS, chunk, {"window": window, "page_size": page_size})
-            for window, page_size in ((1, 4), (6, 16), (16, 4), (16, 16), (24, 32), (100, 32))
-            for chunk in (16, 1024)
-        ),
-        *(
-            ([0, 20, 33], chunk, {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim})
-            for heads, kv_heads, head_dim in ((6, 2, 64), (2, 2, 16), (7, 1, 32), (24, 1, 16))
-            for chunk in (16, 1024)
-        ),
-        *(
-            (many_rows(num_rows), chunk, {"splits": splits, **ONE_HEAD})
-            for num_rows, splits in ((1, 1), (3, 4), (16, 2), (17, 1), (70, 2))
+            (positions, chunk, options)
+            for positions, options in (
+                *((POSITIONS, {"window": n, "page_size": 4}) for n in (1, 6, 16)),
+                *((POSITIONS, {"window": n, "page_size": 16}) for n in (6, 16, 24)),
+                *((POSITIONS, {"window": n, "page_size": 32}) for n in (24, 100)),
+                ([0, 20, 33], {"heads": 6, "kv_heads": 2, "head_dim": 64}),
+                ([0, 20, 33], {"heads": 7, "kv_heads": 1, "head_dim": 32}),
+                ([0, 20, 33], {"heads": 24, "kv_heads": 1}),
+                *((many_rows(n), {"splits": m, **ONE_HEAD}) for n, m in ((1, 1), (3, 4), (17, 1), (70, 2))),
+            )
             for chunk in (16, 1024)
         ),
         num_fast=3,
