@@ -66,10 +66,3 @@ def test_a_step_that_computes_something_else_ends_the_run(
     assert [len(tokens) for tokens in drive(careless, prompts)] == [12] * 7
     monkeypatch.setattr(EagerSteps, "run", original)
     assert drive(driver, prompts) == expected
-
-
-def test_an_eager_driver_has_compiled_and_checked_nothing(shared_model, make_driver, prompts):
-    """Its steps are the reference."""
-    driver = make_driver(shared_model("qwen3"), num_blocks=64)
-    drive(driver, prompts)
-    assert not any(driver.compile_stats.values())

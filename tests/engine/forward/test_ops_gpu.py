@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils._pytree import tree_map
@@ -187,43 +189,24 @@ def test_rows_advance_as_in_plain_torch(rows):
 # Attention
 
 
-def attention_arguments(positions, dtype, *, is_qwen3=True, head_dim=HEAD_DIM, window=0, page_size=64):
-    """Of `attend_new_token`; every slot that no row has written holds NaN."""
+def attention_inputs(positions, dtype, is_qwen3=True, head_dim=HEAD_DIM, window=0, page_size=64):
+    """What makes heads, and pages in which every slot that no row has written holds NaN."""
     shape = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": head_dim, "page_size": page_size}
     paged = build_paged_case(positions, **shape, dtype=dtype, device=DEVICE, window=window)
     norms = [norm_weight(head_dim, dtype, seed) for seed in (4, 5)] if is_qwen3 else [None, None]
-    weights, biases = qkv(dtype, head_dim, not is_qwen3)
-    cos, sin = rotary_tables(max(positions) + 1, head_dim, dtype, DEVICE)
-    return {
-        "x": tensor(len(positions), HIDDEN, dtype=dtype),
-        "weights": weights,
-        "biases": biases,
-        "positions": paged.positions,
-        "cos": cos,
-        "sin": sin,
-        "q_norm": norms[0],
-        "k_norm": norms[1],
-        "pages": paged.pages,
-        "block_table": paged.block_table,
-        "page_offset": paged.page_offset,
-        "arrivals": torch.zeros(len(positions) * KV_HEADS, dtype=torch.int32, device=DEVICE),
-        "eps": EPS,
-        "scaling": head_dim**-0.5,
-        "window": window,
-    }
+    rotary = rotary_tables(max(positions) + 1, head_dim, dtype, DEVICE)
+    x = tensor(len(positions), HIDDEN, dtype=dtype)
+    return [x, *qkv(dtype, head_dim, not is_qwen3), paged.positions, *rotary, *norms, EPS], paged
 
 
-PROJECTION = ("x", "weights", "biases", "positions", "cos", "sin", "q_norm", "k_norm", "eps")
-PLACE = ("pages", "block_table", "positions", "page_offset", "scaling", "window")
-
-
-def expected_attention(arguments):
-    """In fp32 from the same rounded inputs: the output, and the pages left behind."""
-    wide = widened(arguments)
-    wide["pages"] = wide["pages"].clone()
-    heads = reference.rotated_projection(*(wide[name] for name in PROJECTION))
-    output = paged_decode_reference(*heads, *(wide[name] for name in PLACE))
-    return output.flatten(1), wide["pages"]
+def attend(projection, paged):
+    """The output, and the pages left behind."""
+    pages = paged.pages.clone()
+    arrivals = torch.zeros(len(paged.positions) * KV_HEADS, dtype=torch.int32, device=DEVICE)
+    place = pages, paged.block_table, paged.page_offset, arrivals
+    output = ops.attend_new_token(*projection, *place, paged.options["scaling"], paged.options["window"])
+    assert not arrivals.any()
+    return output, pages
 
 
 def check_pages(pages, expected, before, dtype):
@@ -235,17 +218,17 @@ def check_pages(pages, expected, before, dtype):
     assert (is_kept | is_new.any(-1)).all()
 
 
-def check_attention(arguments, dtype):
-    expected, expected_pages = expected_attention(arguments)
-    before = arguments["pages"].clone()
-    output = ops.attend_new_token(**arguments)
-    torch.testing.assert_close(output.float(), expected, **TOLERANCES[dtype])
+def check_attention(projection, paged):
+    """In fp32 from the same rounded inputs."""
+    dtype, wide = paged.pages.dtype, replace(paged, pages=paged.pages.float())
+    wide.query, wide.key, wide.value = reference.rotated_projection(*widened(projection))
+    expected, expected_pages = wide.run(paged_decode_reference)
+    output, pages = attend(projection, paged)
+    torch.testing.assert_close(output.float(), expected.flatten(1), **TOLERANCES[dtype])
     # Slice by slice: a comparison takes ten times the memory of what it compares.
-    slices = (pages.split(256) for pages in (arguments["pages"], expected_pages, before))
-    for after, wanted, old in zip(*slices, strict=True):
-        check_pages(after, wanted, old, dtype)
-    assert not output[arguments["positions"] < 0].any()
-    assert not arguments["arrivals"].any()
+    for slices in zip(*(each.split(256) for each in (pages, expected_pages, paged.pages)), strict=True):
+        check_pages(*slices, dtype)
+    assert not output[paged.positions < 0].any()
 
 
 @pytest.mark.parametrize(
@@ -271,29 +254,25 @@ def check_attention(arguments, dtype):
 def test_attention(rows, dtype, options):
     """Empty, full and partly filled pages, with inactive rows between; the first is active."""
     positions = [400 if row == 0 else (row * 53) % 402 - 1 for row in range(rows)]
-    check_attention(attention_arguments(positions, dtype, **options), dtype)
+    check_attention(*attention_inputs(positions, dtype, **options))
 
 
 @pytest.mark.parametrize(("rows", "longest"), [(1, 9000), (2, 5000), (16, 3001), (64, 4500), (256, 2000)])
 def test_attention_of_rows_of_all_lengths(rows, longest):
-    """Rows of many chunks beside rows of one, twice: the second run finds what the first has left."""
+    """Rows of many chunks beside rows of one."""
     positions = [longest - 1, *((row * 7919) % (longest // (1 + row % 7)) for row in range(1, rows))]
-    arguments = attention_arguments(positions, torch.bfloat16)
-    check_attention(arguments, torch.bfloat16)
-    arguments["positions"] -= (arguments["positions"] > 0).int()
-    check_attention(arguments, torch.bfloat16)
+    check_attention(*attention_inputs(positions, torch.bfloat16))
 
 
 @pytest.mark.parametrize("rows", [4, 64])
 def test_nan_of_one_row_stays_there_in_attention(rows):
-    positions = [300] * rows
-    clean = ops.attend_new_token(**attention_arguments(positions, torch.bfloat16))
-    arguments = attention_arguments(positions, torch.bfloat16)
-    arguments["x"][1] = float("nan")
-    entries = arguments["block_table"][1].long()
+    projection, paged = attention_inputs([300] * rows, torch.bfloat16)
+    clean, _ = attend(projection, paged)
+    projection[0][1] = float("nan")
+    entries = paged.block_table[1].long()
     for page in (*entries + 2, *entries + 3):
-        arguments["pages"][page] = float("nan")
-    output = ops.attend_new_token(**arguments)
+        paged.pages[page] = float("nan")
+    output, _ = attend(projection, paged)
     others = [row for row in range(rows) if row != 1]
     assert output[1].isnan().all()
     assert output[others].equal(clean[others])

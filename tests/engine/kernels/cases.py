@@ -158,52 +158,33 @@ def attend_naively(
 
 @dataclass
 class ProjectedCase:
-    """Projections in parts [splits, rows, heads * head_dim], and what turns them into heads."""
+    """Arguments of one call of the fused attention, whose definition are two references.
+
+    Projections in parts [splits, rows, heads * head_dim], what turns them into heads, and the pages.
+    """
 
     parts: list[Tensor]
-    positions: Tensor
     rotary: tuple[Tensor, Tensor]
     norms: list[Tensor | None]
+    paged: PagedCase
 
     def expected_heads(self) -> list[Tensor]:
         """Of the reference, which projects by itself: a product with one is the projection."""
         dtype = self.rotary[0].dtype
         projected = torch.cat([parts.float().sum(0).to(dtype) for parts in self.parts], 1)
         weights = torch.eye(projected.shape[1], dtype=dtype).split([parts.shape[2] for parts in self.parts])
-        others = self.positions, *self.rotary, *self.norms, EPS
+        others = self.paged.positions, *self.rotary, *self.norms, EPS
         return list(reference.rotated_projection(projected, weights, [], *others))
-
-
-def build_projected_case(
-    positions, *, heads=4, kv_heads=2, head_dim=16, splits=2, norms=True, dtype=torch.float32
-) -> ProjectedCase:
-    # One part is a product of the vendor's library, in the model's dtype.
-    parts_dtype = dtype if splits == 1 else torch.float32
-    shapes = [(splits, len(positions), each * head_dim) for each in (heads, kv_heads, kv_heads)]
-    return ProjectedCase(
-        parts=[randn(*shape, dtype=parts_dtype, seed=seed) for seed, shape in enumerate(shapes)],
-        positions=torch.tensor(positions, dtype=torch.int32),
-        rotary=rotary_tables(max(positions) + 1, head_dim, dtype),
-        norms=[1 + randn(head_dim, dtype=dtype, seed=seed) if norms else None for seed in (3, 4)],
-    )
-
-
-@dataclass
-class RotatedAttentionCase:
-    """Arguments of one call of the fused attention, whose definition are two references."""
-
-    projected: ProjectedCase
-    paged: PagedCase
 
     def expected(self) -> tuple[Tensor, Tensor]:
         """The output, and the pages left behind."""
-        self.paged.query, self.paged.key, self.paged.value = self.projected.expected_heads()
+        self.paged.query, self.paged.key, self.paged.value = self.expected_heads()
         return self.paged.run(paged_decode_reference)
 
     def run(self, attend, chunk: int = 1024, **tile: Any) -> tuple[Tensor, Tensor]:
-        paged, projected, pages = self.paged, self.projected, self.paged.pages.clone()
-        arrivals = torch.zeros(len(projected.positions) * pages.shape[2], dtype=torch.int32)
-        heads = *projected.parts, projected.positions, *projected.rotary, *projected.norms
+        paged, pages = self.paged, self.paged.pages.clone()
+        arrivals = torch.zeros(len(paged.positions) * pages.shape[2], dtype=torch.int32)
+        heads = *self.parts, paged.positions, *self.rotary, *self.norms
         place = pages, paged.block_table, paged.page_offset, arrivals
         options = {name: paged.options[name] for name in ("scaling", "window")}
         output = attend(*heads, *place, eps=EPS, chunk=chunk, **options, **tile)
@@ -211,10 +192,18 @@ class RotatedAttentionCase:
         return output, pages
 
 
-def build_rotated_case(positions, *, window=0, page_size=4, splits=2, norms=True, **shape: Any):
-    projected = build_projected_case(positions, splits=splits, norms=norms, **shape)
-    paged = build_paged_case(positions, window=window, page_size=page_size, **shape)
-    return RotatedAttentionCase(projected, paged)
+def build_projected_case(positions, *, splits=2, norms=True, **options: Any) -> ProjectedCase:
+    paged = build_paged_case(positions, **options)
+    dtype, head_dim = paged.pages.dtype, paged.pages.shape[3]
+    # One part is a product of the vendor's library, in the model's dtype.
+    parts_dtype = dtype if splits == 1 else torch.float32
+    widths = [heads.shape[1] * head_dim for heads in (paged.query, paged.key, paged.value)]
+    return ProjectedCase(
+        [randn(splits, len(positions), n, dtype=parts_dtype, seed=seed) for seed, n in enumerate(widths)],
+        rotary_tables(max(positions) + 1, head_dim, dtype),
+        [1 + randn(head_dim, dtype=dtype, seed=seed) if norms else None for seed in (3, 4)],
+        paged,
+    )
 
 
 def check_advance(advance, rows, eos_token_ids, device="cpu") -> None:

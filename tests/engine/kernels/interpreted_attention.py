@@ -7,7 +7,7 @@ from cbexp.engine.attention import paged_decode_reference
 from cbexp.engine.kernels.paged_attention import paged_decode_attention
 from cbexp.engine.kernels.rotated_attention import rotated_paged_attention
 from cbexp.engine.kernels.tiles import AttentionTile
-from tests.engine.kernels.cases import build_paged_case, build_rotated_case, is_same, mostly_slow
+from tests.engine.kernels.cases import build_paged_case, build_projected_case, is_same, mostly_slow
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 TOLERANCES = {
@@ -147,7 +147,7 @@ def many_rows(num_rows):
 )
 def test_projections(positions, chunk, options):
     """Norms, pages and chunks, windows, groups of query heads, parts of a product, many rows."""
-    case = build_rotated_case(positions, **options)
+    case = build_projected_case(positions, **options)
     expected, expected_pages = case.expected()
     before, tolerance = case.paged.pages, TOLERANCES[expected.dtype]
     for tile in TILES[1:]:
@@ -160,8 +160,8 @@ def test_projections(positions, chunk, options):
 
 
 def test_no_active_row_leaves_every_page():
-    case = build_rotated_case([5, 9])
-    case.projected.positions.fill_(-1)
+    case = build_projected_case([5, 9])
+    case.paged.positions.fill_(-1)
     output, pages = case.run(rotated_paged_attention, tile=TILES[1])
     assert not output.any()
     assert torch.equal(pages.view(torch.int32), case.paged.pages.view(torch.int32))
@@ -170,9 +170,9 @@ def test_no_active_row_leaves_every_page():
 @pytest.mark.slow
 @pytest.mark.parametrize(("window", "chunk"), [(24, 16), (0, 1024), (6, 1024), (0, 16)])
 def test_a_nan_stays_in_its_row_of_projections(window, chunk):
-    case = build_rotated_case([29, 35, 12], window=window)
+    case = build_projected_case([29, 35, 12], window=window)
     expected, _ = case.run(rotated_paged_attention, chunk=chunk, tile=TILES[1])
-    for parts in case.projected.parts:
+    for parts in case.parts:
         parts[:, 1] = float("nan")
     entries = case.paged.block_table[1].long()
     for page in (*entries + 2, *entries + 3):

@@ -1,7 +1,5 @@
 """The kernels of a decode step but for attention, in Triton's interpreter; run by `test_interpreted`."""
 
-import math
-
 import pytest
 import torch
 from torch.nn import functional
@@ -39,37 +37,25 @@ def weight_of(out_features, dtype=torch.float32, in_features=IN_FEATURES, seed=1
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", [*ROWS, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rows", mostly_slow(17, 1, 70, 300))
+@pytest.mark.parametrize("sizes", mostly_slow([100, 37, 64], [100], [5, 5, 5], [64, 64, 1]), ids=str)
 @pytest.mark.parametrize(
-    "sizes", mostly_slow([100, 37, 64], [100], [37, 64], [5, 5, 5], [64, 64, 1]), ids=str
+    ("in_features", "splits", "has_bias"),
+    mostly_slow((80, 3, True), (48, 2, False), (64, 8, True), (128, 1, False)),
 )
-@pytest.mark.parametrize("has_bias", mostly_slow(True, False))
-def test_products_with_several_weights(has_bias, sizes, rows, dtype):
-    """Each of a size of its own, at an address of its own."""
-    x = randn(rows, IN_FEATURES, dtype=dtype)
-    weights = [weight_of(n, dtype, seed=index) for index, n in enumerate(sizes)]
+def test_products_with_several_weights(in_features, splits, has_bias, sizes, rows, dtype):
+    """Each of a size of its own, at an address of its own, in parts that add up and as a whole."""
+    x = randn(rows, in_features, dtype=dtype)
+    weights = [weight_of(n, dtype, in_features, seed=index) for index, n in enumerate(sizes)]
     biases = [randn(n, dtype=dtype, seed=n) for n in sizes] if has_bias else []
-    products = linear.split_linear(x, weights, biases, LinearTile(32, 32, splits=2))
+    products = linear.split_linear(x, weights, biases, LinearTile(32, 32, splits=splits))
     whole = linear.split_linear(x, weights, biases, TILE, out_dtype=dtype)
     all_expected = reference.joint_linear(x, weights, biases)
     for parts, part, expected in zip(products, whole, all_expected, strict=True):
-        assert parts.shape == (2, *expected.shape)
+        assert parts.shape == (splits, *expected.shape)
         assert parts.dtype == torch.float32
         check_rounded_alike(parts.sum(0).to(dtype), expected, roundings=1)
         check_rounded_alike(part[0], expected, roundings=1)
-
-
-@pytest.mark.parametrize("in_features", mostly_slow(IN_FEATURES, 48, 64, 128))
-@pytest.mark.parametrize("splits", mostly_slow(3, 1, 2, 8))
-def test_parts_of_a_product_add_up(splits, in_features):
-    x, weight = randn(3, in_features), weight_of(OUT_FEATURES, in_features=in_features)
-    bias = randn(OUT_FEATURES, seed=2)
-    [parts] = linear.split_linear(x, [weight], [bias], LinearTile(32, 32, splits=splits))
-    columns_each = 32 * math.ceil(in_features / splits / 32)
-    for split, part in enumerate(parts):
-        columns = slice(split * columns_each, (split + 1) * columns_each)
-        expected = functional.linear(x[:, columns], weight[:, columns], bias if split == 0 else None)
-        torch.testing.assert_close(part, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -188,7 +174,7 @@ def test_heads(splits, head_dim, has_norm, dtype):
         [0, 7, -1, 63], heads=10, kv_heads=2, head_dim=head_dim, splits=splits, norms=has_norm, dtype=dtype
     )
     for index, norm in enumerate(case.norms):
-        actual = heads.norm_and_rotate(case.parts[index], case.positions, *case.rotary, norm, eps=EPS)
+        actual = heads.norm_and_rotate(case.parts[index], case.paged.positions, *case.rotary, norm, eps=EPS)
         # The projection, two of the norm, three of the rotation.
         check_rounded_alike(actual, case.expected_heads()[index], roundings=6)
 

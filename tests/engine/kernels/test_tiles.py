@@ -27,16 +27,10 @@ def test_products_of_few_columns_are_split(out_features, in_features, limits, sp
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "num_inner", "is_split"),
-    [
-        (256, 9728, True),  # 28.5 us with the norm that follows, against 29.6
-        (256, 4096, False),  # 16.6 against 14.9
-        (128, 4096, True),  # 11.3 against 12.6
-        (8192, 9728, False),
-    ],
+    ("num_rows", "num_inner", "is_split"), [(256, 9728, True), (256, 4096, False), (128, 4096, True)]
 )
 def test_large_products_that_are_split(num_rows, num_inner, is_split):
-    """As measured on an H200."""
+    """As measured on an H200, with the norm that follows: 28.5 us against 29.6; 16.6 against 14.9; 11.3 against 12.6."""
     assert tiles.splits_large_product(num_rows, torch.Size([2560, num_inner]), H200) == is_split
 
 
