@@ -34,10 +34,8 @@ def attend_eagerly(query, key, value, lengths, window, softcap, sinks):
     outputs, start_q, start_k = [], 0, 0
     for len_q, len_k in lengths:
         queries, keys = slice(start_q, start_q + len_q), slice(start_k, start_k + len_k)
-        mask = torch.full((len_q, len_k), float("-inf"))
-        for i in range(len_q):
-            last = len_k - len_q + i
-            mask[i, max(0, last - window + 1) if window else 0 : last + 1] = 0.0
+        age = torch.arange(len_k - len_q, len_k)[:, None] - torch.arange(len_k)
+        mask = torch.where((age >= 0) & (age < (window or len_k)), 0.0, float("-inf"))
         extra = {} if softcap is None else {"softcap": softcap}
         output, _ = eager.eager_attention_forward(
             module, query[:, :, queries], key[:, :, keys], value[:, :, keys], mask, scaling=SCALING, **extra

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cbexp.engine.attention import paged_decode_attention, paged_decode_reference
-from tests.engine.graph_capture import capture
+from cbexp.engine.kernels.tiles import TILES
 from tests.engine.kernels.cases import build_paged_case, is_same
 
 pytestmark = pytest.mark.gpu
@@ -63,15 +63,14 @@ def test_batches_lengths_and_kinds_of_attention(rows, longest, options):
     check(build(ends + random_positions(rows, longest), **options))
 
 
-def test_any_number_of_splits_and_every_tile():
+@pytest.mark.parametrize(
+    "asked", [*({"num_splits": n} for n in (1, 7, 64)), *({"tile": tile} for tile in TILES)], ids=str
+)
+def test_any_number_of_splits_and_every_tile(asked):
     """Of which some are longer than a page."""
     from cbexp.engine.kernels.paged_attention import paged_decode_attention as attend
-    from cbexp.engine.kernels.tiles import TILES
 
-    for num_splits in (1, 7, 64):
-        check(build(random_positions(16, 2_000)), attend, num_splits=num_splits)
-    for tile in TILES:
-        check(build(random_positions(16, 1_000), page_size=32, head_dim=64), attend, tile=tile)
+    check(build(random_positions(16, 2_000), page_size=32, head_dim=64), attend, **asked)
 
 
 @pytest.mark.parametrize("rows", [3, 64])
@@ -100,23 +99,6 @@ def test_a_cache_of_more_elements_than_32_bits_count():
     output = paged_decode_attention(*tensors, **case.options)
     torch.testing.assert_close(output, expected, **TOLERANCES[output.dtype])
     assert is_same(tail, expected_pages).all()
-
-
-@pytest.mark.parametrize("rows", [2, 64])
-def test_a_captured_graph_holds_for_other_positions_and_tables(rows):
-    case, outputs = build(random_positions(rows, 1_500)), []
-    pages = case.pages.clone()
-    graph = capture(lambda: outputs.append(paged_decode_attention(*case.tensors(), **case.options)))
-    for seed in (1, 2):
-        case.pages.copy_(pages)
-        order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed)).cuda()
-        case.positions.copy_(case.positions[order])
-        case.block_table.copy_(case.block_table[order])
-        case.positions[0] = -1
-        expected, expected_pages = case.run(paged_decode_reference)
-        graph.replay()
-        torch.testing.assert_close(outputs[-1], expected, **TOLERANCES[torch.bfloat16])
-        assert is_same(case.pages, expected_pages).all()
 
 
 @pytest.mark.parametrize("rows", [2, 64])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import operator
 
-import peft
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -13,7 +12,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from cbexp.engine.forward import ForwardChoice, PlainForward
 from cbexp.engine.forward.llama import LlamaForward
 from cbexp.engine.sampling import compute_logits
-from tests.engine.forward.models import MAX_POSITIONS, CountProducts, build, build_buffers, layer, places
+from tests.engine.forward.models import (
+    MAX_POSITIONS,
+    CountProducts,
+    build,
+    build_buffers,
+    layer,
+    places,
+    with_lora,
+)
 
 FUSIONS = ["none", "projections", "layers"]
 INPUTS = torch.tensor([3, 96]), torch.zeros(2, dtype=torch.int32)
@@ -85,10 +92,14 @@ def test_a_reassigned_tensor_voids_compiled_code(choice, model, name):
 
 
 @pytest.mark.parametrize("fusion", ["none", "projections"])
-def test_a_hook_or_another_forward_voids_compiled_code(fusion, model):
-    """No guard of the compiler's sees a hook, and a captured graph sees nothing. Whole layers refuse both."""
+def test_hooks_forwards_and_adapters_void_compiled_code(fusion, model):
+    """No guard of the compiler's sees a hook, a captured graph sees nothing, and an adapter's flag moves no parameter.
+
+    Whole layers refuse all of them.
+    """
+    lora = with_lora(model, ["q_proj"])
     choice = choose_forward(model, fusion)
-    choice.begin()
+    assert choice.begin()
     handle = layer(model).register_forward_hook(lambda module, inputs, output: output)
     assert choice.begin()
     assert not choice.begin()
@@ -96,18 +107,10 @@ def test_a_hook_or_another_forward_voids_compiled_code(fusion, model):
     assert choice.begin()
     model.lm_head.forward = model.lm_head.forward
     assert choice.begin()
-
-
-def test_switching_an_adapter_voids_compiled_code(model):
-    """A flag of PEFT's moves no parameter."""
-    lora = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
-    choice = choose_forward(lora.get_base_model(), "projections")
-    assert choice.begin()
-    assert not choice.begin()
     with lora.disable_adapter():
         assert choice.begin()
     assert choice.begin()
-    choice.close()
+    assert not choice.begin()
 
 
 def test_a_drive_after_a_failed_one_builds_again(choice, model, monkeypatch):

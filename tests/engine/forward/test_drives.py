@@ -22,6 +22,7 @@ def test_the_models_own_attention_takes_transformers_steps(
     assert {(step.num_steps, step.bucket) for step in driver.steps} == {(1, None)}
     assert "mixed" in {step.kind for step in driver.steps}
     assert driver.resolved["attn_implementation"] == own
+    assert driver.compile_stats == {}
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])

@@ -87,17 +87,6 @@ def test_an_inactive_row_touches_no_page(num_splits):
     check(case, num_splits=num_splits)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_splits", SPLITS)
-def test_a_nan_stays_in_its_row(num_splits):
-    case = build_paged_case([3, 12, 20])
-    clean, _ = case.run(paged_decode_attention, num_splits=num_splits, tile=TILES[0])
-    case.key[1] = float("nan")
-    output, _ = case.run(paged_decode_attention, num_splits=num_splits, tile=TILES[0])
-    assert output[1].isnan().all()
-    assert torch.equal(output[[0, 2]], clean[[0, 2]])
-
-
 def test_refuses_a_last_axis_with_gaps():
     case = build_paged_case([3])
     case.query = torch.cat([case.query, case.query], -1)[..., ::2]
