@@ -79,7 +79,7 @@ def test_nan_and_padding_change_no_other_sequence(window, softcap):
         kwargs[name] = torch.cat([kwargs[name], kwargs[name][-1:].expand(2)])
     own, other = ("full_attention", "sliding_attention")[:: -1 if window else 1]
     for name in ("cu_seq_lens_k", "max_length_k"):
-        kwargs[name] = {own: kwargs[name], other: "not for this layer"}
+        kwargs[name] = {other: "not for this layer", own: kwargs[name]}
     output, _ = attention.attend(None, *padded, None, **options, **kwargs)
     assert output[:, :first].isnan().all()
     assert output[:, first:-3].equal(expected[:, first:])
