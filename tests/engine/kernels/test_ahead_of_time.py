@@ -32,10 +32,11 @@ from cbexp.engine.kernels import (  # noqa: E402
     tiles,
 )
 from cbexp.engine.kernels.tiles import MAX_SKINNY_ROWS  # noqa: E402
+from tests.engine.kernels.cases import mostly_slow  # noqa: E402
 
 # Compute capability -> shared memory in KiB that one program may take (CUDA programming guide, compute capabilities).
 SHARED_KIB = {70: 96, 75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
-CARDS = [86, 90, *(pytest.param(card, marks=pytest.mark.slow) for card in SHARED_KIB if card not in (86, 90))]
+CARDS = mostly_slow(86, 90, *(card for card in SHARED_KIB if card not in (86, 90)), num_fast=2)
 # As much as their largest tiles spill.
 OLD_STACK_BYTES = {70: 12 * 1024, 75: 4 * 1024}
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int32: "i32"}
@@ -198,8 +199,7 @@ CASES = [
     (attend_paged, {}),
     # Of few rows, each is split.
     (attend_paged, {"rows": 2, "sinks": True, "window": 1000}),
-]
-SLOW_CASES = [
+    # In the slow suite:
     *((multiply, {"rows": 1, "dtype": torch.float16}) for multiply in PRODUCTS),
     *((multiply, {"rows": 33, "inner": 2576}) for multiply in PRODUCTS),
     (attend_rotated, {"page_size": 4, "has_norm": False}),
@@ -214,7 +214,7 @@ SLOW_CASES = [
 
 @pytest.mark.parametrize(
     ("function", "options"),
-    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES)],
+    mostly_slow(*CASES, num_fast=10),
     ids=lambda each: getattr(each, "__name__", str(each)),  # the same in every process
 )
 @pytest.mark.parametrize("card", CARDS)

@@ -1,10 +1,9 @@
 """How kernels are cut: by shapes, and by what a device has."""
 
 import pytest
-import torch
 
 from cbexp.engine.kernels import tiles
-from cbexp.engine.kernels.tiles import AttentionTile, DeviceLimits, LinearTile
+from cbexp.engine.kernels.tiles import DeviceLimits, LinearTile
 
 H200 = DeviceLimits(num_multiprocessors=132, max_shared_bytes=227 * 1024)
 SMALL = DeviceLimits(num_multiprocessors=30, max_shared_bytes=99 * 1024)
@@ -26,14 +25,6 @@ def test_products_of_few_columns_are_split(out_features, in_features, limits, sp
     assert tiles.choose_split_tile(32, out_features, in_features, 2, limits).splits == splits
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "num_inner", "is_split"), [(256, 9728, True), (256, 4096, False), (128, 4096, True)]
-)
-def test_large_products_that_are_split(num_rows, num_inner, is_split):
-    """As measured on an H200 with the norm that follows: 28.5 us against 29.6, 16.6 against 14.9, 11.3 against 12.6."""
-    assert tiles.splits_large_product(num_rows, torch.Size([2560, num_inner]), H200) == is_split
-
-
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("num_rows", [1, 17, 64])
 def test_small_cards_get_smaller_tiles(num_rows, itemsize):
@@ -48,19 +39,6 @@ def test_small_cards_get_smaller_tiles(num_rows, itemsize):
         assert tile_rows * tile.block_k * itemsize * tile.num_stages <= SMALL.max_shared_bytes
     # The measured tile of an H200 stays.
     assert tiles.choose_head_tile(num_rows, 2, H200) == LinearTile(64, 128, num_stages=4)
-
-
-@pytest.mark.parametrize(
-    ("num_programs", "shared_kib", "expected"),
-    [
-        (128, 227, AttentionTile(64, 4, 3)),
-        (2048, 227, AttentionTile(16, 1, 6)),
-        (512, 99, AttentionTile(32, 2, 2)),
-    ],
-)
-def test_tokens_of_an_attention_tile(num_programs, shared_kib, expected):
-    device = DeviceLimits(num_multiprocessors=132, max_shared_bytes=shared_kib * 1024)
-    assert tiles.choose_rotated_attention_tile(num_programs, 128, 2, device) == expected
 
 
 @pytest.mark.parametrize(
