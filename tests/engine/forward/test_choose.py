@@ -9,9 +9,12 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from cbexp.engine import EngineError
+from cbexp.engine.decode.step import EagerSteps
 from cbexp.engine.forward import ForwardChoice, PlainForward
 from cbexp.engine.forward.llama import LlamaForward
 from cbexp.engine.sampling import compute_logits
+from tests.engine.driving import drive
 from tests.engine.forward.models import (
     MAX_POSITIONS,
     CountProducts,
@@ -139,3 +142,47 @@ def test_a_closed_choice_keeps_no_page_of_the_cache(fusion, model):
 
 def test_auto_fuses_nothing_on_a_cpu(model):
     assert choose_forward(model, "auto").describe() == {"fusion": "none"}
+
+
+# Whole drives
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt_oss"])
+def test_the_models_own_attention_takes_transformers_steps(
+    shared_model, make_driver, prompts, reference, family
+):
+    model = shared_model(family)
+    own = model.config._attn_implementation
+    driver = make_driver(model, attn_implementation=own, max_batch_tokens=24, num_blocks=60)
+    expected = [reference(family, prompt, 12) for prompt in prompts for _ in range(2)]
+    assert drive(driver, prompts, num_generations=2) == expected
+    assert {(step.num_steps, step.bucket) for step in driver.steps} == {(1, None)}
+    assert "mixed" in {step.kind for step in driver.steps}
+    assert driver.resolved["attn_implementation"] == own
+    assert driver.compile_stats == {}
+
+
+def test_a_step_that_computes_something_else_ends_the_run(
+    new_model, make_driver, prompts, greedy, monkeypatch
+):
+    """In warmup, and in a drive without one; with the check off, nobody notices."""
+    original = EagerSteps.run
+
+    def run_wrongly(runner, bucket, num_steps):
+        original(runner, bucket, num_steps)
+        if bucket == 2:
+            runner._buffers.token_ids.add_(1)
+
+    model, settings = new_model("qwen3"), {"fusion": "projections", "max_requests_per_batch": 2}
+    monkeypatch.setattr(EagerSteps, "run", run_wrongly)
+    driver = make_driver(model, num_blocks=64, **settings)
+    with pytest.raises(EngineError, match="Self-check of compile mode eager, batch of 2 rows"):
+        driver.warmup()
+    driver.add_requests(prompts)
+    with pytest.raises(EngineError, match="batch of 2 rows: the rows did not advance"):
+        driver.drive_until_empty()
+    expected = [greedy(model, prompt, 12) for prompt in prompts]
+    careless = make_driver(model, num_blocks=64, max_burst=1, self_check=False, **settings)
+    assert [len(tokens) for tokens in drive(careless, prompts)] == [12] * 7
+    monkeypatch.setattr(EagerSteps, "run", original)
+    assert drive(driver, prompts) == expected
