@@ -13,24 +13,20 @@ from tests.engine.kernels.cases import attend_naively, build_paged_case, is_same
 # Page size 4: before, on and after boundaries, a first token, a row that is done.
 POSITIONS = [0, 3, 4, -1, 7, 11, 12, 20]
 
-VARIANTS = {
-    "plain": {},
-    "one key-value head": {"kv_heads": 1},
-    "as many key-value heads": {"kv_heads": 4},
-    "three queries a key-value head": {"heads": 6},
-    "large pages": {"page_size": 32},
-    "odd head size": {"head_dim": 10},
-    "wide table": {"table_width": 16},
-    "soft cap": {"softcap": 2.0},
-    "sinks": {"sinks": True},
-    "window of whole pages": {"window": 8},
-    "window across pages": {"window": 6},
-    "window of one": {"window": 1},
-    "everything": {"window": 7, "softcap": 2.0, "sinks": True, "heads": 6},
-}
+VARIANTS = [
+    {},
+    {"kv_heads": 1},
+    {"kv_heads": 4},
+    {"page_size": 32, "head_dim": 10},
+    {"table_width": 16, "softcap": 2.0},
+    {"sinks": True, "heads": 6},
+    {"window": 8},
+    {"window": 1},
+    {"window": 6, "softcap": 2.0, "sinks": True, "heads": 6},
+]
 
 
-@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_attends_and_stores_as_defined(variant):
     case = build_paged_case(POSITIONS, dtype=torch.float64, **variant)
     expected, expected_pages = case.run(attend_naively)
@@ -48,20 +44,6 @@ def test_half_precision_is_rounded_at_the_end_alone(dtype):
     torch.testing.assert_close(output, expected.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-5)
 
 
-def test_steps_of_a_ring_attend_to_the_last_tokens():
-    """Twelve steps through a ring of five slots, against attention over the last five tokens."""
-    steps, window = 12, 5
-    case = build_paged_case([0], heads=2, kv_heads=1, window=window, table_width=2, dtype=torch.float64)
-    query, key, value = (torch.randn(steps, heads, 16, dtype=torch.float64) for heads in (2, 1, 1))
-    for position in range(steps):
-        new = query[position, None], key[position, None], value[position, None]
-        place = case.block_table, torch.tensor([position], dtype=torch.int32), case.page_offset
-        output = paged_decode_attention(*new, case.pages, *place, **case.options)
-        last = slice(max(0, position + 1 - window), position + 1)
-        weights = (key[last, 0] @ query[position].T * case.options["scaling"]).softmax(0)
-        torch.testing.assert_close(output[0], weights.T @ value[last, 0])
-
-
 @pytest.mark.parametrize("positions", [[8, -1, 12], [-1, -1, -1]], ids=["some", "all"])
 def test_an_inactive_row_changes_no_page_and_gives_zeros(positions):
     """Its pages may be another's: here the live row is about to write where the inactive one's table begins."""
@@ -73,27 +55,6 @@ def test_an_inactive_row_changes_no_page_and_gives_zeros(positions):
     assert not output[1].any()
     torch.testing.assert_close(output, expected.float())
     assert is_same(pages, expected_pages).all()
-
-
-def test_a_nan_stays_in_its_row():
-    case = build_paged_case(POSITIONS)
-    clean, _ = case.run(paged_decode_attention)
-    case.key[2] = float("nan")
-    output, _ = case.run(paged_decode_attention)
-    assert output[2].isnan().all()
-    others = [row for row in range(len(POSITIONS)) if row != 2]
-    assert torch.equal(output[others], clean[others])
-
-
-def test_reads_as_many_rows_as_there_are_queries():
-    """Buffers have room for the largest batch."""
-    case = build_paged_case(POSITIONS)
-    expected, _ = case.run(paged_decode_attention)
-    case.query, case.key, case.value = case.query[:3], case.key[:3], case.value[:3]
-    output, pages = case.run(paged_decode_attention)
-    torch.testing.assert_close(output, expected[:3])
-    changed = ~is_same(pages, case.pages)
-    assert changed.flatten(1).any(1).sum() == 6  # a page of keys and one of values for each of three rows
 
 
 def test_compiles_into_one_graph_for_all_batches():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
@@ -10,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cbexp.engine.attention import ATTENTION_NAME
 from cbexp.engine.buffers import PagePool, allocate_buffers
 from cbexp.engine.forward.llama import LlamaForward, read_llama, why_not_llama
+from cbexp.engine.forward.projections import ProjectionFusion
 
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, MAX_POSITIONS, PAGE_SIZE = 3, 2, 16, 128, 4
 SHAPE = {
@@ -28,7 +31,7 @@ SHAPE = {
 }
 
 
-def build(family="Qwen3", **changes):
+def build(family="Qwen3", weight_std=0.3, **changes):
     """Weights, biases and norms are large enough to change the model's tokens."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**(SHAPE | changes))
@@ -36,9 +39,10 @@ def build(family="Qwen3", **changes):
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            is_norm = name.endswith("norm.weight")
-            if parameter.dim() > 1 or name.endswith("bias") or is_norm:
-                parameter.normal_(1.0 if is_norm else 0.0, std=0.3, generator=generator)
+            if name.endswith("norm.weight"):
+                parameter.normal_(1.0, std=0.3, generator=generator)
+            elif parameter.dim() > 1 or name.endswith("bias"):
+                parameter.normal_(std=weight_std if parameter.dim() > 1 else 0.3, generator=generator)
     return model.eval()
 
 
@@ -47,6 +51,17 @@ def with_lora(model, targets=("q_proj", "v_proj", "up_proj"), **changes):
     torch.manual_seed(2)
     options = {"r": 4, "lora_dropout": 0.5, "init_lora_weights": False, **changes}
     return get_peft_model(model, LoraConfig(target_modules=list(targets), **options)).eval()
+
+
+@contextmanager
+def fused(model):
+    """With `model`'s projections fused."""
+    fusion = ProjectionFusion(model)
+    fusion.install()
+    try:
+        yield fusion
+    finally:
+        fusion.remove()
 
 
 def layer(model, index=0):
@@ -70,9 +85,7 @@ def places(model):
 class CountProducts(TorchDispatchMode):
     """Products of one weight each, and joint ones."""
 
-    def __init__(self):
-        super().__init__()
-        self.single = self.joint = 0
+    single = joint = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.overloadpacket.__name__
@@ -105,17 +118,12 @@ def build_buffers(model, num_rows, max_burst=1, page_size=PAGE_SIZE, max_positio
         layers = tuple(index for index, own in enumerate(windows) if own == window)
         width = -(-min(max_positions, window or max_positions) // page_size)
         pages_per_block = 2 * len(layers)
-        shape = (
-            (num_rows * width + 1) * pages_per_block,
-            page_size,
-            config.num_key_value_heads,
-            config.head_dim,
-        )
+        num_pages = (num_rows * width + 1) * pages_per_block
+        shape = num_pages, page_size, config.num_key_value_heads, config.head_dim
         pages = torch.full(shape, float("nan"), dtype=model.dtype, device=model.device)
         pools[str(window)] = PagePool(layers, pages, pages_per_block, 0, width, window)
-    buffers = allocate_buffers(
-        pools, max_rows=num_rows, max_burst=max_burst, eos_token_ids=(), device=model.device
-    )
+    sizes = {"max_rows": num_rows, "max_burst": max_burst, "eos_token_ids": ()}
+    buffers = allocate_buffers(pools, **sizes, device=model.device)
     generator = torch.Generator().manual_seed(2)
     for name, pool in pools.items():
         blocks = 1 + torch.randperm(num_rows * pool.table_width, generator=generator)

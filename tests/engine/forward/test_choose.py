@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import gc
+import operator
 
-import peft
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cbexp.engine import EngineError
+from cbexp.engine.decode.step import EagerSteps
 from cbexp.engine.forward import ForwardChoice, PlainForward
 from cbexp.engine.forward.llama import LlamaForward
-from cbexp.engine.sampling import choose, compute_logits
-from tests.engine.forward.models import MAX_POSITIONS, CountProducts, build, build_buffers, layer, places
+from cbexp.engine.sampling import compute_logits
+from tests.engine.driving import drive
+from tests.engine.forward.models import (
+    MAX_POSITIONS,
+    CountProducts,
+    build,
+    build_buffers,
+    layer,
+    places,
+    with_lora,
+)
 
 FUSIONS = ["none", "projections", "layers"]
 INPUTS = torch.tensor([3, 96]), torch.zeros(2, dtype=torch.int32)
@@ -37,32 +47,8 @@ def choice(request, model):
     choice.close()
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("fusion", FUSIONS)
-def test_no_parameter_moves(fusion):
-    """Neither the objects, nor their addresses, nor what their storages hold, from before `begin` to after `close`."""
-    model = build("Qwen2")
-    before, values = places(model), {name: p.clone() for name, p in model.named_parameters()}
-    keys = list(model.state_dict())
-    choice = choose_forward(model, fusion)
-    for _ in range(2):
-        choice.begin()
-        assert places(model) == before
-        choice.forward(*INPUTS)
-        choice.plain_logits(*INPUTS)
-        assert places(model) == before
-        assert list(model.state_dict()) == keys
-        choice.end()
-        assert places(model) == before
-    choice.close()
-    choice.close()
-    assert places(model) == before
-    assert all(torch.equal(p, values[name]) for name, p in model.named_parameters())
-
-
-@torch.no_grad()
-def test_every_forward_says_the_same(choice, model):
-    choice.begin()
+def check_logits(choice):
+    """By all forwards: the products that were fused are counted."""
     with CountProducts() as count:
         expected = choice.plain_logits(*INPUTS)
     assert count.joint == 0
@@ -70,39 +56,41 @@ def test_every_forward_says_the_same(choice, model):
         logits = compute_logits(choice.forward(*INPUTS))
     assert count.joint == (6 if choice.fusion == "projections" else 0)
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=2e-5)
-    next_ids, best_logits = choose(choice.forward(*INPUTS))
-    assert next_ids.equal(expected.argmax(-1))
-    torch.testing.assert_close(best_logits, expected.amax(-1), rtol=1e-5, atol=2e-5)
-    assert isinstance(choice.forward, LlamaForward if choice.fusion == "layers" else PlainForward)
-
-
-def test_a_second_drive_finds_everything_in_place(choice):
-    forward = choice.forward
-    assert not choice.begin()
-    assert choice.forward is forward
+    return logits
 
 
 @torch.no_grad()
-def test_weights_written_in_place_keep_compiled_code_and_are_read(choice, model):
-    choice.begin()
-    before = compute_logits(choice.forward(*INPUTS))
+@pytest.mark.parametrize("fusion", FUSIONS)
+def test_weights_stay_where_they_are_and_are_read_there(fusion):
+    """Neither the objects move, nor their addresses, nor what their storages hold; what is compiled stays valid."""
+    model = build("Qwen2")
+    choice, before, keys = choose_forward(model, fusion), places(model), list(model.state_dict())
+    assert choice.begin()
+    forward, logits = choice.forward, check_logits(choice)
+    assert isinstance(forward, LlamaForward if fusion == "layers" else PlainForward)
+    assert places(model) == before
+    assert list(model.state_dict()) == keys
     choice.end()
+    assert places(model) == before
     for parameter in model.parameters():
         parameter.mul_(0.5)
+    values = {name: p.clone() for name, p in model.named_parameters()}
     assert not choice.begin()
-    after = compute_logits(choice.forward(*INPUTS))
-    assert not torch.allclose(after, before)
-    torch.testing.assert_close(after, choice.plain_logits(*INPUTS), rtol=1e-5, atol=2e-5)
+    assert choice.forward is forward
+    assert not torch.allclose(check_logits(choice), logits)
+    choice.close()
+    choice.close()
+    assert places(model) == before
+    assert all(torch.equal(p, values[name]) for name, p in model.named_parameters())
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["self_attn.q_proj", "mlp.up_proj", "self_attn.o_proj", "input_layernorm"])
-def test_a_reassigned_parameter_voids_compiled_code(choice, model, name):
-    module = layer(model, 1).get_submodule(name)
-    module.weight.data = module.weight.data.clone() + 1
+@pytest.mark.parametrize("name", ["layers.1.self_attn.q_proj.weight", "norm.weight", "rotary_emb.inv_freq"])
+def test_a_reassigned_tensor_voids_compiled_code(choice, model, name):
+    tensor = operator.attrgetter(name)(model.model)
+    tensor.data = tensor.data.clone() + 1
     assert choice.begin()
-    expected = choice.plain_logits(*INPUTS)
-    torch.testing.assert_close(compute_logits(choice.forward(*INPUTS)), expected, rtol=1e-5, atol=2e-5)
+    check_logits(choice)
     assert not choice.begin()
 
 
@@ -114,15 +102,15 @@ def test_another_activation_voids_compiled_code(model):
     assert choice.begin()
 
 
-def test_a_buffer_that_moves_voids_compiled_code(choice, model):
-    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq.clone()
+@pytest.mark.parametrize("fusion", ["none", "projections"])
+def test_hooks_forwards_and_adapters_void_compiled_code(fusion, model):
+    """No guard of the compiler's sees a hook, a captured graph sees nothing, and an adapter's flag moves no parameter.
+
+    Whole layers refuse all of them.
+    """
+    lora = with_lora(model, ["q_proj"])
+    choice = choose_forward(model, fusion)
     assert choice.begin()
-
-
-def test_a_hook_or_another_forward_voids_compiled_code(choice, model):
-    """No guard of the compiler's sees a hook, and a captured graph sees nothing."""
-    if choice.fusion == "layers":
-        pytest.skip("whole layers run no hooks: they are refused")
     handle = layer(model).register_forward_hook(lambda module, inputs, output: output)
     assert choice.begin()
     assert not choice.begin()
@@ -130,18 +118,10 @@ def test_a_hook_or_another_forward_voids_compiled_code(choice, model):
     assert choice.begin()
     model.lm_head.forward = model.lm_head.forward
     assert choice.begin()
-
-
-def test_switching_an_adapter_voids_compiled_code(model):
-    """A flag of PEFT's moves no parameter."""
-    lora = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
-    choice = choose_forward(lora.get_base_model(), "projections")
-    assert choice.begin()
-    assert not choice.begin()
     with lora.disable_adapter():
         assert choice.begin()
     assert choice.begin()
-    choice.close()
+    assert not choice.begin()
 
 
 def test_a_drive_after_a_failed_one_builds_again(choice, model, monkeypatch):
@@ -154,26 +134,6 @@ def test_a_drive_after_a_failed_one_builds_again(choice, model, monkeypatch):
         with pytest.raises(torch.OutOfMemoryError):
             choice.begin()
     assert choice.begin()
-
-
-@torch.no_grad()
-@pytest.mark.slow
-@pytest.mark.parametrize("fusion", FUSIONS)
-def test_compiled_as_one_graph_without_gradients(fusion):
-    """By Inductor, for all batch sizes, once."""
-    model = build("Qwen3").requires_grad_(False)
-    choice = ForwardChoice(model, build_buffers(model, 6).layers, fusion, MAX_POSITIONS)
-    choice.begin()
-    compiled = torch.compile(choice.forward, fullgraph=True)
-    for num_rows in (4, 2, 5):
-        inputs = torch.arange(num_rows) + 11, torch.zeros(num_rows, dtype=torch.int32)
-        for tensor in inputs:
-            torch._dynamo.mark_dynamic(tensor, 0)
-        with torch._dynamo.config.patch(error_on_recompile=num_rows != 4):
-            logits = compute_logits(compiled(*inputs))
-        torch.testing.assert_close(logits, choice.plain_logits(*inputs), rtol=1e-4, atol=1e-4)
-    choice.close()
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("fusion", FUSIONS)
@@ -189,19 +149,48 @@ def test_a_closed_choice_keeps_no_page_of_the_cache(fusion, model):
 
 
 def test_auto_fuses_nothing_on_a_cpu(model):
-    choice = choose_forward(model, "auto")
-    assert choice.fusion == "none"
-    assert choice.describe() == {"fusion": "none"}
+    assert choose_forward(model, "auto").describe() == {"fusion": "none"}
 
 
-def test_what_is_fused_is_described(choice):
-    choice.begin()
-    facts = {"num_fused": 6, "num_skipped": 0, "skipped": {}}
-    expected = {"fused_projections": facts} if choice.fusion == "projections" else {}
-    assert choice.describe() == {"fusion": choice.fusion} | expected
+# Whole drives
 
 
-def test_layers_are_refused_with_the_reason(model):
-    lora = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
-    with pytest.raises(EngineError, match=r"fusion='layers' is impossible: .*q_proj"):
-        choose_forward(lora.get_base_model(), "layers")
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt_oss"])
+def test_the_models_own_attention_takes_transformers_steps(
+    shared_model, make_driver, prompts, reference, family
+):
+    model = shared_model(family)
+    own = model.config._attn_implementation
+    driver = make_driver(model, attn_implementation=own, max_batch_tokens=24, num_blocks=60)
+    expected = [reference(family, prompt, 12) for prompt in prompts for _ in range(2)]
+    assert drive(driver, prompts, num_generations=2) == expected
+    assert {(step.num_steps, step.bucket) for step in driver.steps} == {(1, None)}
+    assert "mixed" in {step.kind for step in driver.steps}
+    assert driver.resolved["attn_implementation"] == own
+    assert driver.compile_stats == {}
+
+
+def test_a_step_that_computes_something_else_ends_the_run(
+    new_model, make_driver, prompts, greedy, monkeypatch
+):
+    """In warmup, and in a drive without one; with the check off, nobody notices."""
+    original = EagerSteps.run
+
+    def run_wrongly(runner, bucket, num_steps):
+        original(runner, bucket, num_steps)
+        if bucket == 2:
+            runner._buffers.token_ids.add_(1)
+
+    model, settings = new_model("qwen3"), {"fusion": "projections", "max_requests_per_batch": 2}
+    monkeypatch.setattr(EagerSteps, "run", run_wrongly)
+    driver = make_driver(model, num_blocks=64, **settings)
+    with pytest.raises(EngineError, match="Self-check of compile mode eager, batch of 2 rows"):
+        driver.warmup()
+    driver.add_requests(prompts)
+    with pytest.raises(EngineError, match="batch of 2 rows: the rows did not advance"):
+        driver.drive_until_empty()
+    expected = [greedy(model, prompt, 12) for prompt in prompts]
+    careless = make_driver(model, num_blocks=64, max_burst=1, self_check=False, **settings)
+    assert [len(tokens) for tokens in drive(careless, prompts)] == [12] * 7
+    monkeypatch.setattr(EagerSteps, "run", original)
+    assert drive(driver, prompts) == expected

@@ -11,8 +11,6 @@ from cbexp.dataset.arithmetic import build_questions
 from cbexp.engine.forward import ForwardChoice, PlainForward
 from cbexp.engine.sampling import choose, compute_logits
 
-FOLDER = Path(cbexp.__file__).parent / "assets" / "tiny"
-
 
 class BothForwards:
     """Each step by the model's own code and then fused, on the same tokens and cache; the fused one's tokens count."""
@@ -43,20 +41,14 @@ def test_log_probabilities_of_generated_tokens_are_those_of_the_models_own_code(
         return BothForwards(PlainForward(self._model, self._pages), build_forward(self), drifts)
 
     monkeypatch.setattr(ForwardChoice, "_build_forward", build_both)
-    model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.bfloat16).to(device).eval()
-    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
-    chats = [
-        [{"role": "user", "content": question.text}] for question in build_questions(32, 7, split="heldout")
-    ]
+    folder = Path(cbexp.__file__).parent / "assets" / "tiny"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    questions = build_questions(32, 7, split="heldout")
+    chats = [[{"role": "user", "content": question.text}] for question in questions]
     prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=False)
-    driver = make_driver_anywhere(
-        model,
-        fusion="layers",
-        max_new_tokens=48,
-        max_batch_tokens=4096,
-        eos_token_id=tokenizer.eos_token_id,
-        self_check=False,
-    )
+    limits = {"max_new_tokens": 48, "max_batch_tokens": 4096, "eos_token_id": tokenizer.eos_token_id}
+    driver = make_driver_anywhere(model, fusion="layers", self_check=False, **limits)
     drifts.clear()  # of the trial on a small cache
     driver.add_requests(prompts)
     num_tokens = sum(map(len, driver.drive_until_empty().values()))

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils._pytree import tree_map
 
 from cbexp.engine import sampling
 from cbexp.engine.attention import paged_decode_reference
-from cbexp.engine.buffers import allocate_buffers
 from cbexp.engine.forward import ops, products, reference
 from cbexp.engine.kernels.tiles import MAX_SKINNY_ROWS
 from tests.engine.graph_capture import capture
-from tests.engine.kernels.cases import EPS, build_paged_case, randn, rotary_tables
+from tests.engine.kernels.cases import EPS, build_paged_case, check_advance, randn, rotary_tables
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_fp32")]
 
@@ -71,8 +72,9 @@ def check(name, *arguments, dtype):
     """An operator against its reference in fp32, from the same rounded inputs."""
     operator = getattr(ops, name)
     actual, expected = operator(*arguments), getattr(reference, name)(*widened(arguments))
-    single = isinstance(actual, torch.Tensor)
-    for own, plain in [(actual, expected)] if single else zip(actual, expected, strict=True):
+    if isinstance(actual, torch.Tensor):
+        actual, expected = [actual], [expected]
+    for own, plain in zip(actual, expected, strict=True):
         assert own.dtype == dtype
         torch.testing.assert_close(own.float(), plain, **TOLERANCES[dtype])
     # What the compiler assumes of shapes and strides.
@@ -80,85 +82,55 @@ def check(name, *arguments, dtype):
 
 
 @pytest.mark.parametrize(("rows", "dtype"), SIZES, ids=str)
-def test_embedding(rows, dtype):
+def test_operators_of_a_layer(rows, dtype):
+    has_variants = (rows, dtype) in FEW_SIZES
+    x, norm = tensor(rows, HIDDEN, dtype=dtype), norm_weight(HIDDEN, dtype)
     token_ids = torch.arange(rows, device=DEVICE) * 7919 % 4000
-    table = tensor(4000, HIDDEN, dtype=dtype)
-    check("embed_norm", token_ids, table, norm_weight(HIDDEN, dtype), EPS, dtype=dtype)
+    check("embed_norm", token_ids, tensor(4000, HIDDEN, dtype=dtype), norm, EPS, dtype=dtype)
 
-
-@pytest.mark.parametrize(
-    ("rows", "dtype", "in_features"),
-    [
-        *((*size, HEADS * HEAD_DIM) for size in SIZES),
-        *((*size, in_features) for size in FEW_SIZES for in_features in (INTERMEDIATE, 2576)),
-    ],
-    ids=str,
-)
-def test_projection_and_residual(rows, in_features, dtype):
-    x, weight = tensor(rows, in_features, dtype=dtype), matrix(HIDDEN, in_features, dtype)
-    residual = tensor(rows, HIDDEN, dtype=dtype, seed=3)
-    bias = tensor(HIDDEN, dtype=dtype, seed=4) if in_features == 2576 else None
-    check("project_add_norm", x, weight, bias, residual, norm_weight(HIDDEN, dtype), EPS, dtype=dtype)
-
-
-@pytest.mark.parametrize(("rows", "dtype"), SIZES, ids=str)
-def test_gate_and_up(rows, dtype):
-    x, gate, up = tensor(rows, HIDDEN, dtype=dtype), *(matrix(INTERMEDIATE, HIDDEN, dtype, n) for n in (1, 2))
+    gate, up = (matrix(INTERMEDIATE, HIDDEN, dtype, n) for n in (1, 2))
     check("gated_projection", x, gate, up, dtype=dtype)
     check("gated_projection", x, up, gate, dtype=dtype)
 
+    residual, bias = (tensor(*shape, dtype=dtype, seed=3) for shape in ((rows, HIDDEN), (HIDDEN,)))
+    for in_features in (HEADS * HEAD_DIM, *((INTERMEDIATE, 2576) if has_variants else ())):
+        product = tensor(rows, in_features, dtype=dtype), matrix(HIDDEN, in_features, dtype)
+        other = residual, norm, EPS
+        check("project_add_norm", *product, bias if in_features == 2576 else None, *other, dtype=dtype)
 
-@pytest.mark.parametrize(
-    ("rows", "dtype", "is_qwen3"),
-    [*((*size, True) for size in SIZES), *((*size, False) for size in FEW_SIZES)],
-    ids=str,
-)
-def test_queries_keys_and_values(rows, is_qwen3, dtype):
-    x, weights_and_biases = tensor(rows, HIDDEN, dtype=dtype), qkv(dtype, has_bias=not is_qwen3)
-    norms = [norm_weight(HEAD_DIM, dtype, seed) for seed in (4, 5)] if is_qwen3 else [None, None]
     positions = (torch.arange(rows, device=DEVICE, dtype=torch.int32) * 37) % 500 - 1
     rotary = rotary_tables(500, HEAD_DIM, dtype, DEVICE)
-    check("rotated_projection", x, *weights_and_biases, positions, *rotary, *norms, EPS, dtype=dtype)
+    for is_qwen3 in (True, False) if has_variants else (True,):
+        norms = [norm_weight(HEAD_DIM, dtype, seed) for seed in (4, 5)] if is_qwen3 else [None, None]
+        projection = x, *qkv(dtype, has_bias=not is_qwen3)
+        check("rotated_projection", *projection, positions, *rotary, *norms, EPS, dtype=dtype)
 
-
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize(("rows", "dtype"), SIZES, ids=str)
-def test_joint_products(rows, dtype, has_bias):
-    """Of inputs with more dimensions than two, and of one whose rows have gaps between them."""
-    x = tensor(2, rows, HIDDEN, dtype=dtype)
-    check("joint_linear", x[:, : rows // 2 + 1], *qkv(dtype, has_bias=has_bias), dtype=dtype)
-    check("joint_linear", x[0], [matrix(n, HIDDEN, dtype, n) for n in (48, 1000)], [], dtype=dtype)
+    # Of inputs with more dimensions than two, and of one whose rows have gaps between them.
+    wide = tensor(2, rows, HIDDEN, dtype=dtype)
+    for has_bias in (False, True):
+        check("joint_linear", wide[:, : rows // 2 + 1], *qkv(dtype, has_bias=has_bias), dtype=dtype)
+    check("joint_linear", wide[0], [matrix(n, HIDDEN, dtype, n) for n in (48, 1000)], [], dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("is_swapped", [False, True])
+@pytest.mark.parametrize("order", [1, -1])
 @pytest.mark.parametrize("gap", [0, 5 * 2**30], ids=["neighbours", "far apart"])
-def test_products_over_two_addresses(gap, is_swapped, dtype):
+def test_products_over_two_addresses(gap, order, dtype):
     """In both orders, captured too, of memory that is written later; the distance may need more than 32 bits."""
-    n, rows = 1024, MAX_SKINNY_ROWS + 1
-    x, block = (
-        tensor(rows, HIDDEN, dtype=dtype),
-        torch.empty(2 * n * HIDDEN + gap, dtype=dtype, device=DEVICE),
-    )
-    weights = [block[: n * HIDDEN].view(n, HIDDEN), block[-n * HIDDEN :].view(n, HIDDEN)]
-    weights = weights[::-1] if is_swapped else weights
+    n, outputs = 1024, []
+    x = tensor(MAX_SKINNY_ROWS + 1, HIDDEN, dtype=dtype)
+    block = torch.empty(2 * n * HIDDEN + gap, dtype=dtype, device=DEVICE)
+    weights = [block[: n * HIDDEN].view(n, HIDDEN), block[-n * HIDDEN :].view(n, HIDDEN)][::order]
 
-    def fill(seed):
+    graph = capture(lambda: outputs.append(products._multiply_pair(x, *weights)))
+    for seed in (0, 2):
         for index, weight in enumerate(weights):
-            weight.copy_(matrix(n, HIDDEN, dtype, 2 * seed + index))
-
-    def check_products(actual):
-        for weight, product in zip(weights, actual, strict=True):
-            expected = x.double() @ weight.double().T
-            torch.testing.assert_close(product.double(), expected, **TOLERANCES[dtype])
-
-    fill(0)
-    check_products(products._multiply_pair(x, *weights))
-    captured = []
-    graph = capture(lambda: captured.append(products._multiply_pair(x, *weights)))
-    fill(1)
-    graph.replay()
-    check_products(captured[-1])
+            weight.copy_(matrix(n, HIDDEN, dtype, seed + index))
+        graph.replay()
+        for pair in (outputs[-1], products._multiply_pair(x, *weights)):
+            for weight, product in zip(weights, pair, strict=True):
+                expected = x.double() @ weight.double().T
+                torch.testing.assert_close(product.double(), expected, **TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize(("rows", "dtype"), SIZES, ids=str)
@@ -211,72 +183,30 @@ def test_nan_of_one_row_stays_there(rows):
 
 @pytest.mark.parametrize("rows", [1, 70, 1024])
 def test_rows_advance_as_in_plain_torch(rows):
-    """Which is what runs on the CPU."""
-    generator = torch.Generator().manual_seed(rows)
-
-    def draw(high, low=0):
-        return torch.randint(low, high, (1030,), generator=generator)
-
-    start = {"token_ids": draw(10), "positions": draw(30, -3).clamp(min=-1), "remaining": draw(5)}
-    options = {"max_rows": 1030, "max_burst": 6, "eos_token_ids": (2, 5)}
-    plain, own = (allocate_buffers({}, **options, device=torch.device(device)) for device in ("cpu", DEVICE))
-    for buffers in (plain, own):
-        for name, value in start.items():
-            getattr(buffers, name).copy_(value)
-    for _ in range(6):
-        next_ids, logits = draw(10)[:rows], torch.randn(rows, generator=generator)
-        sampling.advance(plain, next_ids, logits)
-        sampling.advance(own, next_ids.to(DEVICE), logits.to(DEVICE))
-        for actual, expected in zip(own.state(), plain.state(), strict=True):
-            assert actual.cpu().equal(expected)
+    check_advance(sampling.advance, rows, (2, 5), DEVICE)
 
 
 # Attention
 
 
-def attention_arguments(positions, dtype, *, is_qwen3=True, head_dim=HEAD_DIM, window=0, page_size=64):
-    """Of `attend_new_token`; every slot that no row has written holds NaN."""
-    paged = build_paged_case(
-        positions,
-        heads=HEADS,
-        kv_heads=KV_HEADS,
-        head_dim=head_dim,
-        page_size=page_size,
-        dtype=dtype,
-        device=DEVICE,
-        window=window,
-    )
+def attention_inputs(positions, dtype, is_qwen3=True, head_dim=HEAD_DIM, window=0, page_size=64):
+    """What makes heads, and pages in which every slot that no row has written holds NaN."""
+    shape = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": head_dim, "page_size": page_size}
+    paged = build_paged_case(positions, **shape, dtype=dtype, device=DEVICE, window=window)
     norms = [norm_weight(head_dim, dtype, seed) for seed in (4, 5)] if is_qwen3 else [None, None]
-    x, weights_and_biases = tensor(len(positions), HIDDEN, dtype=dtype), qkv(dtype, head_dim, not is_qwen3)
     rotary = rotary_tables(max(positions) + 1, head_dim, dtype, DEVICE)
-    arrivals = torch.zeros(len(positions) * KV_HEADS, dtype=torch.int32, device=DEVICE)
-    return {
-        "x": x,
-        **dict(zip(("weights", "biases"), weights_and_biases, strict=True)),
-        "positions": paged.positions,
-        **dict(zip(("cos", "sin"), rotary, strict=True)),
-        **dict(zip(("q_norm", "k_norm"), norms, strict=True)),
-        "pages": paged.pages,
-        "block_table": paged.block_table,
-        "page_offset": paged.page_offset,
-        "arrivals": arrivals,
-        "eps": EPS,
-        "scaling": head_dim**-0.5,
-        "window": window,
-    }
+    x = tensor(len(positions), HIDDEN, dtype=dtype)
+    return [x, *qkv(dtype, head_dim, not is_qwen3), paged.positions, *rotary, *norms, EPS], paged
 
 
-PROJECTION = ("x", "weights", "biases", "positions", "cos", "sin", "q_norm", "k_norm", "eps")
-PLACE = ("pages", "block_table", "positions", "page_offset", "scaling", "window")
-
-
-def expected_attention(arguments):
-    """In fp32 from the same rounded inputs: the output, and the pages left behind."""
-    wide = widened(arguments)
-    wide["pages"] = wide["pages"].clone()
-    heads = reference.rotated_projection(*(wide[name] for name in PROJECTION))
-    output = paged_decode_reference(*heads, *(wide[name] for name in PLACE))
-    return output.flatten(1), wide["pages"]
+def attend(projection, paged):
+    """The output, and the pages left behind."""
+    pages = paged.pages.clone()
+    arrivals = torch.zeros(len(paged.positions) * KV_HEADS, dtype=torch.int32, device=DEVICE)
+    place = pages, paged.block_table, paged.page_offset, arrivals
+    output = ops.attend_new_token(*projection, *place, paged.options["scaling"], paged.options["window"])
+    assert not arrivals.any()
+    return output, pages
 
 
 def check_pages(pages, expected, before, dtype):
@@ -288,70 +218,61 @@ def check_pages(pages, expected, before, dtype):
     assert (is_kept | is_new.any(-1)).all()
 
 
-def check_attention(arguments, dtype):
-    expected, expected_pages = expected_attention(arguments)
-    before = arguments["pages"].clone()
-    output = ops.attend_new_token(**arguments)
-    torch.testing.assert_close(output.float(), expected, **TOLERANCES[dtype])
+def check_attention(projection, paged):
+    """In fp32 from the same rounded inputs."""
+    dtype, wide = paged.pages.dtype, replace(paged, pages=paged.pages.float())
+    wide.query, wide.key, wide.value = reference.rotated_projection(*widened(projection))
+    expected, expected_pages = wide.run(paged_decode_reference)
+    output, pages = attend(projection, paged)
+    torch.testing.assert_close(output.float(), expected.flatten(1), **TOLERANCES[dtype])
     # Slice by slice: a comparison takes ten times the memory of what it compares.
-    slices = (pages.split(256) for pages in (arguments["pages"], expected_pages, before))
-    for after, wanted, old in zip(*slices, strict=True):
-        check_pages(after, wanted, old, dtype)
-    assert not output[arguments["positions"] < 0].any()
-    assert not arguments["arrivals"].any()
-
-
-def spread_positions(rows):
-    """Empty, full and partly filled pages, with inactive rows between; the first is active."""
-    return [400 if row == 0 else (row * 53) % 402 - 1 for row in range(rows)]
+    for slices in zip(*(each.split(256) for each in (pages, expected_pages, paged.pages)), strict=True):
+        check_pages(*slices, dtype)
+    assert not output[paged.positions < 0].any()
 
 
 @pytest.mark.parametrize(
-    ("rows", "dtype", "is_qwen3"),
-    [*((*size, True) for size in SIZES), *((*size, False) for size in FEW_SIZES)],
+    ("rows", "dtype", "options"),
+    [
+        *((*size, {}) for size in SIZES),
+        *((*size, {"is_qwen3": False}) for size in FEW_SIZES),
+        *(
+            (4, torch.bfloat16, {"window": window, "page_size": n})
+            for window, n in ((0, 16), (256, 32), (100, 256))
+        ),
+        *(
+            (64, torch.bfloat16, {"window": window, "page_size": n})
+            for window, n in ((100, 16), (0, 32), (256, 256))
+        ),
+        *(
+            (rows, torch.bfloat16, {"head_dim": n})
+            for rows, n in ((64, 64), (64, 80), (65, 96), (4, 80), (4, 256))
+        ),
+    ],
     ids=str,
 )
-def test_attention(rows, is_qwen3, dtype):
-    check_attention(attention_arguments(spread_positions(rows), dtype, is_qwen3=is_qwen3), dtype)
-
-
-@pytest.mark.parametrize(
-    ("rows", "window", "page_size"),
-    [(4, 0, 16), (64, 100, 16), (4, 256, 32), (64, 0, 32), (4, 100, 256), (64, 256, 256)],
-)
-def test_attention_in_pages_and_windows(rows, window, page_size):
-    arguments = attention_arguments(
-        spread_positions(rows), torch.bfloat16, window=window, page_size=page_size
-    )
-    check_attention(arguments, torch.bfloat16)
-
-
-@pytest.mark.parametrize(("rows", "head_dim"), [(64, 64), (64, 80), (65, 96), (64, 256), (4, 80), (4, 256)])
-def test_attention_of_other_head_sizes(rows, head_dim):
-    arguments = attention_arguments(spread_positions(rows), torch.bfloat16, head_dim=head_dim)
-    check_attention(arguments, torch.bfloat16)
+def test_attention(rows, dtype, options):
+    """Empty, full and partly filled pages, with inactive rows between; the first is active."""
+    positions = [400 if row == 0 else (row * 53) % 402 - 1 for row in range(rows)]
+    check_attention(*attention_inputs(positions, dtype, **options))
 
 
 @pytest.mark.parametrize(("rows", "longest"), [(1, 9000), (2, 5000), (16, 3001), (64, 4500), (256, 2000)])
 def test_attention_of_rows_of_all_lengths(rows, longest):
-    """Rows of many chunks beside rows of one, twice: the second run finds what the first has left."""
+    """Rows of many chunks beside rows of one."""
     positions = [longest - 1, *((row * 7919) % (longest // (1 + row % 7)) for row in range(1, rows))]
-    arguments = attention_arguments(positions, torch.bfloat16)
-    check_attention(arguments, torch.bfloat16)
-    arguments["positions"] -= (arguments["positions"] > 0).int()
-    check_attention(arguments, torch.bfloat16)
+    check_attention(*attention_inputs(positions, torch.bfloat16))
 
 
 @pytest.mark.parametrize("rows", [4, 64])
 def test_nan_of_one_row_stays_there_in_attention(rows):
-    positions = [300] * rows
-    clean = ops.attend_new_token(**attention_arguments(positions, torch.bfloat16))
-    arguments = attention_arguments(positions, torch.bfloat16)
-    arguments["x"][1] = float("nan")
-    entries = arguments["block_table"][1].long()
+    projection, paged = attention_inputs([300] * rows, torch.bfloat16)
+    clean, _ = attend(projection, paged)
+    projection[0][1] = float("nan")
+    entries = paged.block_table[1].long()
     for page in (*entries + 2, *entries + 3):
-        arguments["pages"][page] = float("nan")
-    output = ops.attend_new_token(**arguments)
+        paged.pages[page] = float("nan")
+    output, _ = attend(projection, paged)
     others = [row for row in range(rows) if row != 1]
     assert output[1].isnan().all()
     assert output[others].equal(clean[others])

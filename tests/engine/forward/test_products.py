@@ -11,49 +11,25 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from cbexp.engine.forward import products
 from tests.engine.kernels.cases import randn
 
-N, K, ROWS = 24, 32, 5
+N, K = 24, 32
+# Of whole numbers, whose sums no order of summation rounds.
+X = randn(5, K, seed=9).round()
 
 
-def two_in_one_block(distance, dtype):
-    """Two weights in one block of memory, the second's first element `distance` elements after the first's.
-
-    Of whole numbers, whose sums no order of summation rounds.
-    """
-    block = torch.zeros(distance + N * K, dtype=dtype)
-    first, second = (block[start : start + N * K].view(N, K) for start in (0, distance))
-    first.copy_(randn(N, K, seed=1).round())
-    second.copy_(randn(N, K, seed=2).round())
-    return first, second
+def weights_in_one_block(distance, dtype=torch.float32):
+    """Two weights, the second's first element `distance` elements after the first's."""
+    block = randn(distance + N * K).round().to(dtype)
+    return [block[start : start + N * K].view(N, K) for start in (0, distance)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("is_swapped", [False, True])
-@pytest.mark.parametrize(
-    "distance", [N * K, N * K + 8, 5_000_000], ids=["side by side", "a gap", "far apart"]
-)
-def test_products_over_two_addresses(distance, is_swapped, dtype):
-    first, second = two_in_one_block(distance, dtype)
-    first, second = (second, first) if is_swapped else (first, second)
-    x = randn(ROWS, K).round().to(dtype)
-    for weight, product in zip((first, second), products._multiply_pair(x, first, second), strict=True):
-        assert product.double().equal(x.double() @ weight.double().T)
-
-
-def test_one_weight_twice():
-    """As tied projections are."""
-    x, weight = randn(ROWS, K), randn(N, K, seed=1)
-    for product in products._multiply_pair(x, weight, weight):
-        torch.testing.assert_close(product, x @ weight.T)
-
-
-def test_separate_allocations():
-    x, weights = randn(ROWS, K), [randn(N, K, seed=seed) for seed in range(6)]
-    for first in weights:
-        for second in weights:
-            for weight, product in zip(
-                (first, second), products._multiply_pair(x, first, second), strict=True
-            ):
-                torch.testing.assert_close(product, x @ weight.T)
+@pytest.mark.parametrize("distance", [N * K, N * K + 8, 5_000_000, 0], ids=str)
+def test_products_over_two_addresses(distance, dtype):
+    """Side by side, with a gap, far apart; the same one twice, as tied projections are. In both orders."""
+    x, weights = X.to(dtype), weights_in_one_block(distance, dtype)
+    for pair in (weights, weights[::-1]):
+        for weight, product in zip(pair, products._multiply_pair(x, *pair), strict=True):
+            assert product.double().equal(x.double() @ weight.double().T)
 
 
 def test_values_written_later_are_read_and_nothing_is_kept_alive():
@@ -69,20 +45,17 @@ def test_values_written_later_are_read_and_nothing_is_kept_alive():
 
 
 @pytest.mark.parametrize(
-    "weights_and_biases",
+    "weights",
     [
-        ([randn(40, K), randn(N, K), randn(N, K)], []),
-        ([randn(N, K), randn(N, K)], [randn(N), randn(N)]),
-        ([randn(N, K), randn(N + 1, K)], []),
+        [randn(40, K), randn(N, K), randn(N, K)],
+        [randn(N, K), randn(N + 1, K)],
         # Not 16 bytes apart: such a distance is left to separate products.
-        ([randn(N, K), randn(N * K + 1)[1:].view(N, K)], []),
+        weights_in_one_block(N * K + 1),
     ],
-    ids=["three", "biases", "two shapes", "odd addresses"],
+    ids=["three", "two shapes", "odd addresses"],
 )
-def test_products_of_many_rows(weights_and_biases):
-    weights, biases = weights_and_biases
-    x = randn(ROWS, K, seed=9)
-    own = products._project_many_rows(x, weights, biases)
-    for index, (weight, product) in enumerate(zip(weights, own, strict=True)):
-        expected = x @ weight.T + (biases[index] if biases else 0)
-        torch.testing.assert_close(product, expected)
+def test_products_of_many_rows(weights):
+    for biases in ([], [randn(len(weight)) for weight in weights]):
+        own = products._project_many_rows(X, weights, biases)
+        for index, (weight, product) in enumerate(zip(weights, own, strict=True)):
+            torch.testing.assert_close(product, X @ weight.T + (biases[index] if biases else 0))

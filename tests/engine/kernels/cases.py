@@ -1,6 +1,5 @@
-"""Inputs for tests of kernels and operators, and paged attention's definition as loops over rows and heads."""
+"""Inputs for tests of kernels and operators, and paged attention's definition by rows and heads."""
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,16 +7,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from cbexp.engine import sampling
 from cbexp.engine.attention import paged_decode_reference
+from cbexp.engine.buffers import allocate_buffers
 from cbexp.engine.forward import reference
 
 EPS = 1e-6
 
 
-def mostly_slow(first, *others):
+def mostly_slow(*cases, num_fast=1):
     """Parameters of a test, of which the default suite takes the first alone."""
-    slow = [other if isinstance(other, tuple) else (other,) for other in others]
-    return [first, *(pytest.param(*other, marks=pytest.mark.slow) for other in slow)]
+    slow = [case if isinstance(case, tuple) else (case,) for case in cases[num_fast:]]
+    return [*cases[:num_fast], *(pytest.param(*case, marks=pytest.mark.slow) for case in slow)]
 
 
 def randn(*shape, dtype=torch.float32, device="cpu", seed=0) -> Tensor:
@@ -35,6 +36,27 @@ def rotary_tables(num_positions, head_dim, dtype, device="cpu") -> tuple[Tensor,
 def is_same(actual, expected) -> Tensor:
     """Where two tensors are equal, or both NaN."""
     return actual.eq(expected) | (actual.isnan() & expected.isnan())
+
+
+def packed_batch(
+    lengths, heads=4, kv_heads=2, head_dim=16, dtype=torch.float32, device="cpu"
+) -> list[Tensor]:
+    """Query, key and value of sequences of `lengths` (queries, keys), side by side [1, heads, tokens, head_dim]."""
+    num_queries, num_keys = map(sum, zip(*lengths, strict=True))
+    sizes = (num_queries, heads), (num_keys, kv_heads), (num_keys, kv_heads)
+    # As model code has it: heads and tokens are the transposed dimensions of one projection.
+    return [
+        randn(1, *size, head_dim, dtype=dtype, device=device, seed=seed).transpose(1, 2)
+        for seed, size in enumerate(sizes)
+    ]
+
+
+def step_kwargs(lengths, device="cpu") -> dict[str, Any]:
+    """What transformers tells a layer of the sequences' lengths."""
+    columns = list(zip(*lengths, strict=True))
+    ends_q, ends_k = (torch.tensor([0, *column]).cumsum(0).int().to(device) for column in columns)
+    max_q, max_k = map(max, columns)
+    return {"cu_seq_lens_q": ends_q, "cu_seq_lens_k": ends_k, "max_length_q": max_q, "max_length_k": max_k}
 
 
 @dataclass
@@ -83,8 +105,8 @@ def build_paged_case(
         return torch.randn(*shape, generator=generator, device=device).to(dtype)
 
     rows = len(positions)
-    lengths = [min(position + 1, window) if window else position + 1 for position in positions]
-    width = table_width or max(1, -(-max(lengths) // page_size))
+    longest = max(positions) + 1
+    width = table_width or max(1, -(-min(longest, window or longest) // page_size))
     pages_per_block, num_blocks = 4, rows * width + 1
     blocks = torch.randperm(num_blocks - 1, generator=generator, device=device) + 1
     block_table = (blocks.view(rows, width) * pages_per_block).int()
@@ -104,123 +126,102 @@ def build_paged_case(
     # Strides of a joint projection: query, key and value side by side in a row.
     packed = randn(rows, heads + 2 * kv_heads, head_dim)
     query, key, value = packed.split([heads, kv_heads, kv_heads], dim=1)
-    options = {"scaling": head_dim**-0.5, "window": window, "softcap": softcap}
-    options["sinks"] = randn(heads) if sinks else None
-    index = {"dtype": torch.int32, "device": device}
-    table_and_positions = block_table, torch.tensor(positions, **index), torch.tensor(offset, **index)
-    return PagedCase(query, key, value, pages, *table_and_positions, options)
+    sinks = randn(heads) if sinks else None
+    options = {"scaling": head_dim**-0.5, "window": window, "softcap": softcap, "sinks": sinks}
+    places = (torch.tensor(each, dtype=torch.int32, device=device) for each in (positions, offset))
+    return PagedCase(query, key, value, pages, block_table, *places, options)
 
 
 def attend_naively(
     query, key, value, pages, block_table, positions, page_offset, *, scaling, window, softcap, sinks
 ) -> Tensor:
-    """The definition, in float64 and Python loops."""
+    """The definition, in float64, by row and head."""
     output = torch.zeros(query.shape, dtype=torch.float64)
     group, page_size = query.shape[1] // key.shape[1], pages.shape[1]
-    for row in range(len(query)):
-        position = int(positions[row])
+    for row, position in enumerate(positions.tolist()):
         if position < 0:
             continue
-        places = []
         first = max(0, position + 1 - window) if window else 0
-        for earlier in range(first, position + 1):
-            slot = earlier % window if window else earlier
-            page = int(block_table[row, slot // page_size]) + int(page_offset)
-            places.append((page, slot % page_size))
-        page, in_page = places[-1]
-        pages[page, in_page] = key[row]
-        pages[page + 1, in_page] = value[row]
+        slots = [token % window if window else token for token in range(first, position + 1)]
+        at = [int(block_table[row, slot // page_size] + page_offset) for slot in slots]
+        in_page = [slot % page_size for slot in slots]
+        pages[at[-1], in_page[-1]], pages[at[-1] + 1, in_page[-1]] = key[row], value[row]
         for head in range(query.shape[1]):
-            logits = []
-            for page, in_page in places:
-                product = torch.dot(query[row, head].double(), pages[page, in_page, head // group].double())
-                logit = float(product) * scaling
-                logits.append(softcap * math.tanh(logit / softcap) if softcap else logit)
-            denominator = sum(math.exp(logit) for logit in logits)
-            denominator += math.exp(float(sinks[head])) if sinks is not None else 0.0
-            for logit, (page, in_page) in zip(logits, places, strict=True):
-                share = math.exp(logit) / denominator
-                output[row, head] += share * pages[page + 1, in_page, head // group].double()
+            keys = pages[at, in_page, head // group].double()
+            values = pages[[page + 1 for page in at], in_page, head // group].double()
+            logits = keys @ query[row, head].double() * scaling
+            weights = (softcap * torch.tanh(logits / softcap) if softcap else logits).exp()
+            denominator = weights.sum() + (sinks[head].double().exp() if sinks is not None else 0)
+            output[row, head] = weights @ values / denominator
     return output
 
 
 @dataclass
 class ProjectedCase:
-    """Projections in parts [splits, rows, heads * head_dim], and what turns them into heads."""
+    """Arguments of one call of the fused attention, whose definition are two references.
+
+    Projections in parts [splits, rows, heads * head_dim], what turns them into heads, and the pages.
+    """
 
     parts: list[Tensor]
-    positions: Tensor
     rotary: tuple[Tensor, Tensor]
-    norms: tuple[Tensor | None, Tensor | None]
+    norms: list[Tensor | None]
+    paged: PagedCase
 
     def expected_heads(self) -> list[Tensor]:
         """Of the reference, which projects by itself: a product with one is the projection."""
         dtype = self.rotary[0].dtype
         projected = torch.cat([parts.float().sum(0).to(dtype) for parts in self.parts], 1)
-        one = torch.eye(projected.shape[1], dtype=dtype, device=projected.device)
-        weights = one.split([parts.shape[2] for parts in self.parts])
-        arguments = (projected, weights, [], self.positions, *self.rotary, *self.norms, EPS)
-        return list(reference.rotated_projection(*arguments))
-
-
-def build_projected_case(
-    positions, *, heads=4, kv_heads=2, head_dim=16, splits=2, norms=True, dtype=torch.float32, device="cpu"
-) -> ProjectedCase:
-    kind = {"dtype": dtype, "device": device}
-    # One part is a product of the vendor's library, in the model's dtype.
-    parts_kind = {"dtype": dtype if splits == 1 else torch.float32, "device": device}
-    return ProjectedCase(
-        parts=[
-            randn(splits, len(positions), each * head_dim, seed=seed, **parts_kind)
-            for seed, each in enumerate((heads, kv_heads, kv_heads))
-        ],
-        positions=torch.tensor(positions, dtype=torch.int32, device=device),
-        rotary=rotary_tables(max(positions) + 1, head_dim, **kind),
-        norms=(1 + randn(head_dim, seed=3, **kind), 1 + randn(head_dim, seed=4, **kind))
-        if norms
-        else (None, None),
-    )
-
-
-@dataclass
-class RotatedAttentionCase:
-    """Arguments of one call of the fused attention, whose definition are two references."""
-
-    projected: ProjectedCase
-    paged: PagedCase
+        weights = torch.eye(projected.shape[1], dtype=dtype).split([parts.shape[2] for parts in self.parts])
+        others = self.paged.positions, *self.rotary, *self.norms, EPS
+        return list(reference.rotated_projection(projected, weights, [], *others))
 
     def expected(self) -> tuple[Tensor, Tensor]:
         """The output, and the pages left behind."""
-        self.paged.query, self.paged.key, self.paged.value = self.projected.expected_heads()
+        self.paged.query, self.paged.key, self.paged.value = self.expected_heads()
         return self.paged.run(paged_decode_reference)
 
     def run(self, attend, chunk: int = 1024, **tile: Any) -> tuple[Tensor, Tensor]:
-        paged, projected, pages = self.paged, self.projected, self.paged.pages.clone()
-        num_tasks = len(projected.positions) * pages.shape[2]
-        arrivals = torch.zeros(num_tasks, dtype=torch.int32, device=pages.device)
-        output = attend(
-            *projected.parts,
-            projected.positions,
-            *projected.rotary,
-            *projected.norms,
-            pages,
-            paged.block_table,
-            paged.page_offset,
-            arrivals,
-            eps=EPS,
-            scaling=paged.options["scaling"],
-            window=paged.options["window"],
-            chunk=chunk,
-            **tile,
-        )
+        paged, pages = self.paged, self.paged.pages.clone()
+        arrivals = torch.zeros(len(paged.positions) * pages.shape[2], dtype=torch.int32)
+        heads = *self.parts, paged.positions, *self.rotary, *self.norms
+        place = pages, paged.block_table, paged.page_offset, arrivals
+        options = {name: paged.options[name] for name in ("scaling", "window")}
+        output = attend(*heads, *place, eps=EPS, chunk=chunk, **options, **tile)
         assert not arrivals.any()
         return output, pages
 
 
-def build_rotated_case(
-    positions, *, window=0, page_size=4, splits=2, norms=True, **shape: Any
-) -> RotatedAttentionCase:
-    return RotatedAttentionCase(
-        build_projected_case(positions, splits=splits, norms=norms, **shape),
-        build_paged_case(positions, window=window, page_size=page_size, **shape),
+def build_projected_case(positions, *, splits=2, norms=True, **options: Any) -> ProjectedCase:
+    paged = build_paged_case(positions, **options)
+    dtype, head_dim = paged.pages.dtype, paged.pages.shape[3]
+    # One part is a product of the vendor's library, in the model's dtype.
+    parts_dtype = dtype if splits == 1 else torch.float32
+    widths = [heads.shape[1] * head_dim for heads in (paged.query, paged.key, paged.value)]
+    return ProjectedCase(
+        [randn(splits, len(positions), n, dtype=parts_dtype, seed=seed) for seed, n in enumerate(widths)],
+        rotary_tables(max(positions) + 1, head_dim, dtype),
+        [1 + randn(head_dim, dtype=dtype, seed=seed) if norms else None for seed in (3, 4)],
+        paged,
     )
+
+
+def check_advance(advance, rows, eos_token_ids, device="cpu") -> None:
+    """`advance` does in some steps of `rows` of the buffers' what plain torch does on the CPU."""
+    generator, max_rows = torch.Generator().manual_seed(rows), rows + 2
+
+    def draw(high, low=0, num=max_rows):
+        return torch.randint(low, high, (num,), generator=generator)
+
+    start = {"token_ids": draw(10), "positions": draw(30, -3).clamp(min=-1), "remaining": draw(5)}
+    options = {"max_rows": max_rows, "max_burst": 6, "eos_token_ids": eos_token_ids}
+    plain, own = (allocate_buffers({}, **options, device=torch.device(each)) for each in ("cpu", device))
+    for buffers in (plain, own):
+        for name, value in start.items():
+            getattr(buffers, name).copy_(value)
+    for step in range(6):
+        next_ids, logits = draw(10, num=rows), torch.randn(rows, generator=generator)
+        logits[0] = float("nan") if step == 5 else 0.5
+        sampling.advance(plain, next_ids, logits)
+        advance(own, next_ids.to(device), logits.to(device))
+        assert all(is_same(a.cpu(), b).all() for a, b in zip(own.state(), plain.state(), strict=True))

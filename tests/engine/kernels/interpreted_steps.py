@@ -1,17 +1,14 @@
 """The kernels of a decode step but for attention, in Triton's interpreter; run by `test_interpreted`."""
 
-import math
-
 import pytest
 import torch
 from torch.nn import functional
 
 from cbexp.engine import sampling
-from cbexp.engine.buffers import allocate_buffers
 from cbexp.engine.forward import reference
 from cbexp.engine.kernels import finish, heads, linear, norms
 from cbexp.engine.kernels.tiles import LinearTile
-from tests.engine.kernels.cases import EPS, build_projected_case, mostly_slow, randn
+from tests.engine.kernels.cases import EPS, build_projected_case, check_advance, mostly_slow, randn
 from tests.engine.ulps import assert_rounded_alike, unit_in_last_place
 
 pytestmark = pytest.mark.usefixtures("exact_products")
@@ -31,12 +28,8 @@ def check_rounded_alike(actual, expected, roundings):
         assert_rounded_alike(actual, expected, roundings=roundings)
 
 
-def linear_inputs(rows, dtype=torch.float32, out_features=OUT_FEATURES, in_features=IN_FEATURES):
-    """Scaled so that products are about one, as behind a norm."""
-    return randn(rows, in_features, dtype=dtype), weight_of(out_features, dtype, in_features)
-
-
 def weight_of(out_features, dtype=torch.float32, in_features=IN_FEATURES, seed=1):
+    """Scaled so that products are about one, as behind a norm."""
     return (randn(out_features, in_features, seed=seed) / in_features**0.5).to(dtype)
 
 
@@ -44,53 +37,35 @@ def weight_of(out_features, dtype=torch.float32, in_features=IN_FEATURES, seed=1
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", [*ROWS, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rows", mostly_slow(17, 1, 70, 300))
+@pytest.mark.parametrize("sizes", mostly_slow([100, 37, 64], [100], [5, 5, 5], [64, 64, 1]), ids=str)
 @pytest.mark.parametrize(
-    "sizes", mostly_slow([100, 37, 64], [100], [37, 64], [5, 5, 5], [64, 64, 1]), ids=str
+    ("in_features", "splits", "has_bias"),
+    mostly_slow((80, 3, True), (48, 2, False), (64, 8, True), (128, 1, False)),
 )
-@pytest.mark.parametrize("has_bias", mostly_slow(True, False))
-def test_products_with_several_weights(has_bias, sizes, rows, dtype):
-    """Each of a size of its own, at an address of its own."""
-    x = randn(rows, IN_FEATURES, dtype=dtype)
-    weights = [weight_of(n, dtype, seed=index) for index, n in enumerate(sizes)]
+def test_products_with_several_weights(in_features, splits, has_bias, sizes, rows, dtype):
+    """Each of a size of its own, at an address of its own, in parts that add up and as a whole."""
+    x = randn(rows, in_features, dtype=dtype)
+    weights = [weight_of(n, dtype, in_features, seed=index) for index, n in enumerate(sizes)]
     biases = [randn(n, dtype=dtype, seed=n) for n in sizes] if has_bias else []
-    products = linear.split_linear(x, weights, biases, LinearTile(32, 32, splits=2))
+    products = linear.split_linear(x, weights, biases, LinearTile(32, 32, splits=splits))
     whole = linear.split_linear(x, weights, biases, TILE, out_dtype=dtype)
-    for parts, part, expected in zip(
-        products, whole, reference.joint_linear(x, weights, biases), strict=True
-    ):
-        assert parts.shape == (2, *expected.shape)
+    all_expected = reference.joint_linear(x, weights, biases)
+    for parts, part, expected in zip(products, whole, all_expected, strict=True):
+        assert parts.shape == (splits, *expected.shape)
         assert parts.dtype == torch.float32
         check_rounded_alike(parts.sum(0).to(dtype), expected, roundings=1)
         check_rounded_alike(part[0], expected, roundings=1)
 
 
-@pytest.mark.parametrize("in_features", mostly_slow(IN_FEATURES, 48, 64, 128))
-@pytest.mark.parametrize("splits", mostly_slow(3, 1, 2, 8))
-def test_parts_of_a_product_add_up(splits, in_features):
-    x, weight = linear_inputs(3, in_features=in_features)
-    bias = randn(OUT_FEATURES, seed=2)
-    [parts] = linear.split_linear(x, [weight], [bias], LinearTile(32, 32, splits=splits))
-    columns_each = 32 * math.ceil(in_features / splits / 32)
-    for split, part in enumerate(parts):
-        columns = slice(split * columns_each, (split + 1) * columns_each)
-        expected = functional.linear(x[:, columns], weight[:, columns], bias if split == 0 else None)
-        torch.testing.assert_close(part, expected, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", ROWS)
 def test_gate_and_up(rows, dtype):
-    x, gate = linear_inputs(rows, dtype, out_features=40)
-    up = weight_of(40, dtype, seed=2)
+    """By a kernel of their own, and of the vendor's products."""
+    x, gate, up = randn(rows, IN_FEATURES, dtype=dtype), *(weight_of(40, dtype, seed=n) for n in (1, 2))
     actual = linear.gate_up_silu(x, gate, up, TILE)
     check_rounded_alike(actual, reference.gated_projection(x, gate, up), roundings=4)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", mostly_slow((17, 40), ((1, 40),), ((3, 2100),)), ids=str)
-def test_gate_and_up_of_the_vendors_products(shape, dtype):
-    gate, up = randn(2, *shape, dtype=dtype)
+    gate, up = randn(2, rows, 2100, dtype=dtype)
     check_rounded_alike(linear.silu_product(gate, up), functional.silu(gate) * up, roundings=2)
 
 
@@ -104,7 +79,7 @@ def best_tokens(x, weight):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", ROWS)
 def test_head(rows, dtype):
-    x, weight = linear_inputs(rows, dtype, out_features=333)
+    x, weight = randn(rows, IN_FEATURES, dtype=dtype), weight_of(333, dtype)
     logits = functional.linear(x, weight)
     chosen, values = best_tokens(x, weight)
     assert (chosen.dtype, values.dtype) == (torch.int64, torch.float32)
@@ -119,25 +94,17 @@ def test_head(rows, dtype):
         assert (of_chosen >= best - 2 * unit_in_last_place(best, dtype)).all()
 
 
-def test_head_whose_logits_are_all_negative():
-    """Zeros beyond the vocabulary do not win."""
-    x, weight = torch.ones(2, 16), -torch.ones(37, 16)
-    weight[35] *= 0.5
-    chosen, values = best_tokens(x, weight)
-    assert (chosen.tolist(), values.tolist()) == ([35, 35], [-8.0, -8.0])
-
-
 @pytest.mark.parametrize(
     "ids", mostly_slow((40, 36, 99), ((0, 1),), ((5, 31),), ((31, 32),), ((99, 2),)), ids=str
 )
 def test_of_equal_logits_the_lowest_id_wins(ids):
+    """Where all are negative, zeros beyond the vocabulary do not win."""
     # Whole numbers, whose sums do not depend on their order.
-    x, weight = (tensor.mul(4).round() for tensor in linear_inputs(3))
-    weight[list(ids)] = 3 * x[0]
+    x, weight = torch.ones(3, 16), -torch.full((100, 16), 2.0)
+    weight[list(ids)] = -1.0
     logits = functional.linear(x, weight)
     for chosen, values in (best_tokens(x, weight), finish.largest_logit(logits)):
-        assert chosen[0] == min(ids)
-        assert values.equal(logits.amax(-1))
+        assert (chosen.tolist(), values.tolist()) == ([min(ids)] * 3, [-16.0] * 3)
 
 
 def test_logits_that_are_equal_once_rounded():
@@ -151,44 +118,23 @@ def test_logits_that_are_equal_once_rounded():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("num_columns", mostly_slow(9000, 1, 100, 4096))
+@pytest.mark.parametrize("num_columns", mostly_slow(9000, 1, 37, 4096))
 def test_largest_logit(num_columns, dtype):
-    logits = randn(5, num_columns, dtype=dtype)
+    """Of rows of ordinary values, of negative ones, of NaN, of nothing but minus infinity, and with ties."""
+    logits = randn(8, num_columns, dtype=dtype)
     logits[1] = -logits[1].abs() - 1
+    logits[2], logits[3] = float("nan"), float("-inf")
     if num_columns == 9000:
-        # Ties within a tile, across tiles, and with the last of all.
-        for row, ids in enumerate([(3, 5), (4095, 4096), (8999, 0), (8999, 8192)]):
+        # Within a tile, across tiles, and with the last of all.
+        for row, ids in enumerate([(3, 5), (4095, 4096), (8999, 0), (8999, 8192)], start=4):
             logits[row, list(ids)] = 50.0
     chosen, values = finish.largest_logit(logits)
-    assert chosen.equal(logits.argmax(-1))
+    assert ((chosen >= 0) & (chosen < num_columns)).all()
+    assert not values[2].isfinite()
+    others = [0, 1, 3, 4, 5, 6, 7]
+    assert chosen[others].equal(logits[others].argmax(-1))
     assert values.dtype == torch.float32
-    assert values.equal(logits.float().amax(-1))
-
-
-@pytest.mark.parametrize("num_columns", mostly_slow(37, 9000))
-def test_a_nan_is_no_token_beyond_the_vocabulary(num_columns):
-    logits = randn(3, num_columns)
-    logits[1] = float("nan")
-    chosen, values = finish.largest_logit(logits)
-    assert 0 <= chosen[1] < num_columns
-    assert not values[1].isfinite()
-    assert chosen[[0, 2]].equal(logits[[0, 2]].argmax(-1))
-    assert values[[0, 2]].equal(logits[[0, 2]].amax(-1))
-
-
-@pytest.mark.parametrize("num_tiles", mostly_slow(3, 1, 4, 70))
-def test_the_value_is_that_of_the_tile_whose_id_is_taken(num_tiles):
-    """In rows of ordinary values, of equal ones, of NaNs alone, and of nothing but minus infinity, as padding is."""
-    values = randn(4, num_tiles)
-    values[1], values[2], values[3] = -2.5, float("nan"), float("-inf")
-    ids = torch.arange(4 * num_tiles, dtype=torch.int32).flip(0).view(4, num_tiles)
-    best_ids, best = finish.best_token(values, ids)
-    tiles = values[0].argmax().item(), 0
-    assert [ids[row, tile] for row, tile in enumerate(tiles)] == best_ids[:2].tolist()
-    assert best[:2].tolist() == [values[0].max(), -2.5]
-    assert all(best_ids[row] in ids[row] for row in (2, 3))
-    assert best[2].isnan()
-    assert best[3] == float("-inf")
+    assert values[others].equal(logits[others].float().amax(-1))
 
 
 # Norms, rotation
@@ -228,7 +174,7 @@ def test_heads(splits, head_dim, has_norm, dtype):
         [0, 7, -1, 63], heads=10, kv_heads=2, head_dim=head_dim, splits=splits, norms=has_norm, dtype=dtype
     )
     for index, norm in enumerate(case.norms):
-        actual = heads.norm_and_rotate(case.parts[index], case.positions, *case.rotary, norm, eps=EPS)
+        actual = heads.norm_and_rotate(case.parts[index], case.paged.positions, *case.rotary, norm, eps=EPS)
         # The projection, two of the norm, three of the rotation.
         check_rounded_alike(actual, case.expected_heads()[index], roundings=6)
 
@@ -237,26 +183,22 @@ def test_heads(splits, head_dim, has_norm, dtype):
 
 
 def test_nan_of_one_row_stays_there():
-    rows, bad = 5, 2
-    others = [0, 1, 3, 4]
-    x, weight = linear_inputs(rows)
-    residual = randn(rows, OUT_FEATURES, seed=3)
-    norm_weight = torch.ones(OUT_FEATURES)
+    others, bad = [0, 1, 3, 4], 2
+    x, weight, residual = randn(5, IN_FEATURES), weight_of(OUT_FEATURES), randn(5, OUT_FEATURES, seed=3)
 
     def run(x):
         first, second = linear.split_linear(x, [weight, weight[:37]], [], LinearTile(32, 32, splits=2))
-        gated = linear.gate_up_silu(x, weight, weight, TILE)
-        best_ids, values = best_tokens(x, weight)
-        return [*norms.add_norm(first, residual, norm_weight, EPS), second.sum(0), gated, values, best_ids]
+        normed = norms.add_norm(first, residual, torch.ones(OUT_FEATURES), EPS)
+        return [*normed, second.sum(0), linear.gate_up_silu(x, weight, weight, TILE), *best_tokens(x, weight)]
 
     expected = run(x)
     for value in (float("nan"), float("inf")):
-        poisoned = x.clone()
-        poisoned[bad] = value
-        for actual, clean in zip(run(poisoned), expected, strict=True):
+        x[bad] = value
+        poisoned = run(x)
+        for actual, clean in zip(poisoned, expected, strict=True):
             assert actual[others].equal(clean[others])
-        assert 0 <= run(poisoned)[-1][bad] < OUT_FEATURES
-        assert not run(poisoned)[-2][bad].isfinite()
+        assert 0 <= poisoned[-2][bad] < OUT_FEATURES
+        assert not poisoned[-1][bad].isfinite()
 
 
 # The end of a step
@@ -265,26 +207,4 @@ def test_nan_of_one_row_stays_there():
 @pytest.mark.parametrize("eos_token_ids", mostly_slow((2, 5, 7), ((),), ((2,),)), ids=str)
 @pytest.mark.parametrize("rows", mostly_slow(5, 1, 70))
 def test_rows_advance_as_in_plain_torch(rows, eos_token_ids):
-    generator = torch.Generator().manual_seed(rows)
-
-    def draw(high, low=0):
-        return torch.randint(low, high, (72,), generator=generator)
-
-    start = {"token_ids": draw(10), "positions": draw(30, -3).clamp(min=-1), "remaining": draw(5)}
-    options = {"max_rows": 72, "max_burst": 6, "eos_token_ids": eos_token_ids, "device": torch.device("cpu")}
-    plain, own = (allocate_buffers({}, **options) for _ in range(2))
-    for each in (plain, own):
-        for name, value in start.items():
-            getattr(each, name).copy_(value)
-        each.best_logits.fill_(-9.0)
-    for _ in range(6):
-        next_ids, logits = draw(10)[:rows], torch.randn(rows, generator=generator)
-        sampling.advance(plain, next_ids, logits)
-        finish.advance(own, next_ids, logits)
-        for actual, expected in zip(own.state(), plain.state(), strict=True):
-            assert actual.equal(expected)
-        assert own.best_logits.equal(torch.cat([logits, torch.full((72 - rows,), -9.0)]))
-    assert int(own.step) == 6
-    own.step.zero_()
-    finish.advance(own, next_ids, torch.full((rows,), float("nan")))
-    assert own.best_logits.isnan().sum() == rows
+    check_advance(finish.advance, rows, eos_token_ids)

@@ -32,10 +32,11 @@ from cbexp.engine.kernels import (  # noqa: E402
     tiles,
 )
 from cbexp.engine.kernels.tiles import MAX_SKINNY_ROWS  # noqa: E402
+from tests.engine.kernels.cases import mostly_slow  # noqa: E402
 
 # Compute capability -> shared memory in KiB that one program may take (CUDA programming guide, compute capabilities).
 SHARED_KIB = {70: 96, 75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
-CARDS = [86, 90, *(pytest.param(card, marks=pytest.mark.slow) for card in SHARED_KIB if card not in (86, 90))]
+CARDS = mostly_slow(86, 90, *(card for card in SHARED_KIB if card not in (86, 90)), num_fast=2)
 # As much as their largest tiles spill.
 OLD_STACK_BYTES = {70: 12 * 1024, 75: 4 * 1024}
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int32: "i32"}
@@ -98,21 +99,19 @@ def compile_launch(card, kernel, args, kwargs):
     return triton.compile(source, target=GPUTarget("cuda", card, 32), options=options)
 
 
-def check_large_kernel(kernel, card, dtype, folder, max_stack=16):
+def check_large_kernel(kernel, card, dtype, folder, max_stack):
     """Fits, fetches ahead 16 bytes a thread, multiplies as exactly as it should, waits before it reads."""
     assert 0 < kernel.metadata.shared <= SHARED_KIB[card] * 1024
+    assert stack_bytes(kernel, folder) <= OLD_STACK_BYTES.get(card, max_stack)
     ptx = kernel.asm["ptx"]
     check_target(ptx, card)
     if card < 80:
-        assert stack_bytes(kernel, folder) <= OLD_STACK_BYTES[card]
         assert "bf16" not in ptx
         return
     # "cg" is past the registers, in 16 bytes.
     assert set(re.findall(r"cp\.async\.(\w\w)\.", ptx)) == {"cg"}
     is_multiplied = any(name in ptx for name in ("wgmma", "mma.sync", "tcgen05"))
     assert is_multiplied == (dtype != torch.float32)
-    if dtype != torch.float32:
-        assert stack_bytes(kernel, folder) <= max_stack
     if card >= 90:
         assert ptx.index("griddepcontrol.wait") < ptx.index("cp.async.cg")
 
@@ -156,105 +155,81 @@ def find_best(dtype, rows=MAX_SKINNY_ROWS, inner=HIDDEN):
     return linear.head_maxima(x, weight, tiles.choose_head_tile(rows, x.itemsize, limits))
 
 
-PRODUCTS = [project, project_down, project_gated, find_best]
-
-
-@pytest.mark.parametrize("multiply", PRODUCTS)
-@pytest.mark.parametrize("card", CARDS)
-def test_products(card, multiply, compiled, tmp_path):
-    [kernel] = compiled(card, multiply, half_of(card))
-    check_large_kernel(kernel, card, half_of(card), tmp_path)
-    if card >= 90:
-        ptx = kernel.asm["ptx"]
-        assert ptx.rindex("cp.async.cg") < ptx.rindex("griddepcontrol.launch_dependents")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("card", [86, 90])
-@pytest.mark.parametrize("multiply", PRODUCTS)
-def test_products_in_float32(card, multiply, compiled, tmp_path):
-    [kernel] = compiled(card, multiply, torch.float32)
-    check_large_kernel(kernel, card, torch.float32, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("multiply", "options"),
-    [
-        (project, {"has_bias": True}),
-        (project, {"sizes": (4096, 1000, 1000)}),
-        *(
-            pytest.param(each, options, marks=pytest.mark.slow)
-            for each in PRODUCTS
-            for options in ({"rows": 1}, {"rows": 33, "inner": 2576})
-        ),
-    ],
-    ids=lambda each: getattr(each, "__name__", str(each)),  # the same in every process
-)
-def test_products_of_other_sizes(multiply, options, compiled, tmp_path):
-    [kernel] = compiled(90, multiply, torch.float16, **options)
-    check_large_kernel(kernel, 90, torch.float16, tmp_path)
-
-
 # Attention
 
 
-def paged_arguments(dtype, rows, table_width, page_size, kv_heads, head_dim):
+def paged_arguments(dtype, rows, table_width, page_size, head_dim):
     """Pages, block table and page offset."""
-    index = {"dtype": torch.int32}
-    pages = tensor(99, page_size, kv_heads, head_dim, dtype=dtype)
-    return pages, tensor(rows, table_width, **index), tensor(**index)
+    pages = tensor(99, page_size, KV_HEADS, head_dim, dtype=dtype)
+    return pages, tensor(rows, table_width, dtype=torch.int32), tensor(dtype=torch.int32)
 
 
 def attend_rotated(dtype, rows=16, table_width=8, page_size=256, window=0, has_norm=True):
     parts = [tensor(2, rows, n, dtype=torch.float32) for n in QKV]
-    tables = [tensor(4096, HEAD_DIM, dtype=dtype) for _ in range(2)]
+    tables = [tensor(4096, HEAD_DIM, dtype=dtype)] * 2
     norm = tensor(HEAD_DIM, dtype=dtype) if has_norm else None
     positions, arrivals = (tensor(rows * KV_HEADS, dtype=torch.int32) for _ in range(2))
-    pages, table, offset = paged_arguments(dtype, rows, table_width, page_size, KV_HEADS, HEAD_DIM)
-    limits, num_programs = tiles.device_limits(pages.device), rows * KV_HEADS
-    num_slots = window or table_width * page_size
-    tile = tiles.choose_rotated_attention_tile(num_programs, HEAD_DIM, dtype.itemsize, limits)
-    chunk = tiles.choose_attention_chunk(num_programs, num_slots, limits)
-    rotated_attention.rotated_paged_attention(
-        *(*parts, positions, *tables, norm, norm, pages, table, offset, arrivals),
-        eps=1e-6,
-        scaling=0.1,
-        window=window,
-        tile=tile,
-        chunk=chunk,
-    )
+    place = *paged_arguments(dtype, rows, table_width, page_size, HEAD_DIM), arrivals
+    limits, num_programs = tiles.device_limits(arrivals.device), rows * KV_HEADS
+    cut = {
+        "tile": tiles.choose_rotated_attention_tile(num_programs, HEAD_DIM, dtype.itemsize, limits),
+        "chunk": tiles.choose_attention_chunk(num_programs, window or table_width * page_size, limits),
+    }
+    heads = *parts, positions, *tables, norm, norm
+    rotated_attention.rotated_paged_attention(*heads, *place, eps=1e-6, scaling=0.1, window=window, **cut)
 
 
+def attend_paged(dtype, rows=64, head_dim=128, page_size=256, group=4, sinks=False, **options):
+    num_heads = group * KV_HEADS
+    heads = [tensor(rows, n, head_dim, dtype=dtype) for n in (num_heads, KV_HEADS, KV_HEADS)]
+    pages, table, offset = paged_arguments(dtype, rows, 128, page_size, head_dim)
+    place = pages, table, tensor(rows, dtype=torch.int32), offset
+    options["sinks"] = tensor(num_heads, dtype=dtype) if sinks else None
+    paged_attention.paged_decode_attention(*heads, *place, 0.1, **options)
+
+
+PRODUCTS = [project, project_down, project_gated, find_best]
 LONG = {"table_width": 128}  # rows of several chunks
-ROTATED_VARIANTS = [
-    {},
-    {"rows": 256} | LONG,
-    *(
-        pytest.param(options, marks=pytest.mark.slow)
-        for options in (
-            LONG,
-            {"rows": 256},
-            {"page_size": 16},
-            {"page_size": 4, "has_norm": False},
-            {"window": 4096},
-            {"window": 100, "page_size": 32},
-        )
-    ),
+CASES = [
+    *((multiply, {}) for multiply in PRODUCTS),
+    (project, {"has_bias": True}),
+    (project, {"sizes": (4096, 1000, 1000)}),
+    (attend_rotated, {}),
+    (attend_rotated, {"rows": 256} | LONG),
+    (attend_paged, {}),
+    # Of few rows, each is split.
+    (attend_paged, {"rows": 2, "sinks": True, "window": 1000}),
+    # In the slow suite:
+    *((multiply, {"rows": 1, "dtype": torch.float16}) for multiply in PRODUCTS),
+    *((multiply, {"rows": 33, "inner": 2576}) for multiply in PRODUCTS),
+    (attend_rotated, {"page_size": 4, "has_norm": False}),
+    *((attend_rotated, {"window": window, "page_size": n}) for window, n in ((4096, 16), (100, 32))),
+    *((attend_paged, {"head_dim": head_dim, "softcap": 50.0}) for head_dim in (64, 80, 256)),
+    (attend_paged, {"window": 4096, "page_size": 16, "rows": 2}),
+    (attend_paged, {"page_size": 16, "group": 64}),
+    *((function, {"dtype": torch.float32}) for function in (*PRODUCTS, attend_rotated, attend_paged)),
+    *((attend_paged, {"dtype": torch.float32, "head_dim": head_dim}) for head_dim in (64, 256)),
 ]
 
 
-@pytest.mark.parametrize("options", ROTATED_VARIANTS, ids=str)
+@pytest.mark.parametrize(
+    ("function", "options"),
+    mostly_slow(*CASES, num_fast=10),
+    ids=lambda each: getattr(each, "__name__", str(each)),  # the same in every process
+)
 @pytest.mark.parametrize("card", CARDS)
-def test_rotated_attention(card, options, compiled, tmp_path):
-    [kernel] = compiled(card, attend_rotated, half_of(card), **options)
-    check_large_kernel(kernel, card, half_of(card), tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("card", [86, 90])
-def test_rotated_attention_in_float32(card, compiled, tmp_path):
-    [kernel] = compiled(card, attend_rotated, torch.float32)
-    check_large_kernel(kernel, card, torch.float32, tmp_path)
+def test_large_kernels(card, function, options, compiled, tmp_path):
+    options = {"dtype": half_of(card)} | options
+    kernel, *combining = compiled(card, function, **options)
+    max_stack = 0 if function is attend_paged else 16
+    if function in PRODUCTS and options["dtype"] == torch.float32:
+        max_stack = 4 * 1024  # without tensor cores, large tiles spill
+    check_large_kernel(kernel, card, options["dtype"], tmp_path, max_stack)
+    assert len(combining) == (options.get("rows") == 2)
+    assert all(stack_bytes(each, tmp_path) == 0 for each in combining)
+    if card >= 90 and function in PRODUCTS:
+        ptx = kernel.asm["ptx"]
+        assert ptx.rindex("cp.async.cg") < ptx.rindex("griddepcontrol.launch_dependents")
 
 
 def test_rotated_attention_has_tiles_in_flight(compiled):
@@ -264,69 +239,12 @@ def test_rotated_attention_has_tiles_in_flight(compiled):
     assert max(in_flight) >= 2
 
 
-def attend_paged(dtype, rows=64, head_dim=128, page_size=256, group=4, sinks=False, **options):
-    query, key, value = (
-        tensor(rows, n, head_dim, dtype=dtype) for n in (group * KV_HEADS, KV_HEADS, KV_HEADS)
-    )
-    pages, table, offset = paged_arguments(dtype, rows, 128, page_size, KV_HEADS, head_dim)
-    positions = tensor(rows, dtype=torch.int32)
-    options["sinks"] = tensor(group * KV_HEADS, dtype=dtype) if sinks else None
-    paged_attention.paged_decode_attention(query, key, value, pages, table, positions, offset, 0.1, **options)
-
-
-PAGED_VARIANTS = [
-    {},
-    # Of few rows, each is split.
-    {"rows": 2, "sinks": True, "window": 1000},
-    *(
-        pytest.param(options, marks=pytest.mark.slow)
-        for options in (
-            {"head_dim": 64},
-            {"head_dim": 256},
-            {"head_dim": 80},
-            {"page_size": 16},
-            {"window": 4096, "page_size": 16, "rows": 2},
-            {"softcap": 50.0, "head_dim": 256},
-            {"group": 64},
-        )
-    ),
-]
-
-
-@pytest.mark.parametrize("options", PAGED_VARIANTS, ids=str)
-@pytest.mark.parametrize("card", CARDS)
-def test_paged_attention(card, options, compiled, tmp_path):
-    kernel, *combining = compiled(card, attend_paged, half_of(card), **options)
-    check_large_kernel(kernel, card, half_of(card), tmp_path, max_stack=0)
-    assert len(combining) == (options.get("rows") == 2)
-    assert all(stack_bytes(each, tmp_path) == 0 for each in combining)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("card", SHARED_KIB)
-def test_paged_attention_in_float32(card, head_dim, compiled, tmp_path):
-    [kernel] = compiled(card, attend_paged, torch.float32, head_dim=head_dim)
-    assert 0 < kernel.metadata.shared <= SHARED_KIB[card] * 1024
-    assert stack_bytes(kernel, tmp_path) <= OLD_STACK_BYTES.get(card, 0)
-
-
 @pytest.mark.parametrize("page_size", [16, 256])
 def test_paged_attention_has_tiles_in_flight(page_size, compiled):
     """Keys and values of two tiles; page numbers hold nothing up."""
     [kernel] = compiled(90, attend_paged, torch.bfloat16, page_size=page_size)
     buffers = re.findall(r"ttg\.local_alloc : \(\) -> !ttg.memdesc<(\d)x64x128xbf16", kernel.asm["ttgir"])
     assert buffers == ["2", "2"]
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "dtype"), [(64, torch.bfloat16), (128, torch.float32), (256, torch.float16)]
-)
-def test_tiles_are_not_chosen_by_too_little_memory(head_dim, dtype, compiled):
-    limits = tiles.DeviceLimits(num_multiprocessors=100, max_shared_bytes=SHARED_KIB[90] * 1024)
-    tile = tiles.choose_attention_tile(16, head_dim, dtype.itemsize, limits)
-    [kernel] = compiled(90, attend_paged, dtype, head_dim=head_dim)
-    assert kernel.metadata.shared <= tile.shared_bytes(16, head_dim, dtype.itemsize) + 1024
 
 
 # Small kernels
@@ -338,13 +256,10 @@ def advance(dtype):
     finish.advance(buffers, tensor(200, dtype=torch.int64), tensor(200, dtype=torch.float32))
 
 
-def rotate(dtype, norm_weight=None):
+def rotate(dtype, has_norm=False):
     parts, tables = tensor(2, 8, QKV[0], dtype=torch.float32), [tensor(99, HEAD_DIM, dtype=dtype)] * 2
-    heads.norm_and_rotate(parts, tensor(8, dtype=torch.int32), *tables, norm_weight, eps=1e-6)
-
-
-def rotate_qwen3(dtype):
-    rotate(dtype, tensor(HEAD_DIM, dtype=dtype))
+    norm = tensor(HEAD_DIM, dtype=dtype) if has_norm else None
+    heads.norm_and_rotate(parts, tensor(8, dtype=torch.int32), *tables, norm, eps=1e-6)
 
 
 def embed(dtype):
@@ -357,15 +272,18 @@ def add(dtype):
     norms.add_norm(parts, residual, tensor(HIDDEN, dtype=dtype), 1e-6)
 
 
-def activate(dtype):
-    linear.silu_product(*(tensor(8, INTERMEDIATE, dtype=dtype) for _ in range(2)))
+SMALL = {
+    "advance": advance,
+    "rotate": rotate,
+    "norm and rotate": lambda dtype: rotate(dtype, has_norm=True),
+    "embed": embed,
+    "add": add,
+    "activate": lambda dtype: linear.silu_product(*(tensor(8, INTERMEDIATE, dtype=dtype) for _ in range(2))),
+    "find the largest": lambda dtype: finish.largest_logit(tensor(8, VOCABULARY, dtype=dtype)),
+}
 
 
-def find_largest(dtype):
-    finish.largest_logit(tensor(8, VOCABULARY, dtype=dtype))
-
-
-@pytest.mark.parametrize("function", [embed, add, rotate, rotate_qwen3, activate, find_largest, advance])
+@pytest.mark.parametrize("function", SMALL.values(), ids=SMALL)
 @pytest.mark.parametrize("card", CARDS)
 def test_small_kernels_let_their_successor_go_at_once(card, function, compiled, tmp_path):
     for kernel in compiled(card, function, half_of(card)):

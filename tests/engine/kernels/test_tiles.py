@@ -1,65 +1,28 @@
 """How kernels are cut: by shapes, and by what a device has."""
 
 import pytest
-import torch
 
 from cbexp.engine.kernels import tiles
-from cbexp.engine.kernels.tiles import AttentionTile, DeviceLimits
+from cbexp.engine.kernels.tiles import DeviceLimits, LinearTile
 
 H200 = DeviceLimits(num_multiprocessors=132, max_shared_bytes=227 * 1024)
 SMALL = DeviceLimits(num_multiprocessors=30, max_shared_bytes=99 * 1024)
 
 
 @pytest.mark.parametrize(
-    ("out_features", "in_features", "splits"),
+    ("out_features", "in_features", "limits", "splits"),
     [
-        ((4096, 1024, 1024), 2560, 2),
-        ((2560,), 4096, 4),
-        ((2560,), 9728, 4),
-        ((1024,), 128, 2),
-        ((32000,), 2560, 1),
-        ((64,), 8192, 8),
+        ((4096, 1024, 1024), 2560, H200, 2),
+        ((2560,), 9728, H200, 4),
+        ((2560,), 9728, SMALL, 1),
+        ((1024,), 128, H200, 2),
+        ((32000,), 2560, H200, 1),
         # Each weight has tiles of its own.
-        ((10,) * 3, 8192, 8),
+        ((10,) * 3, 8192, H200, 8),
     ],
 )
-def test_products_of_few_columns_are_split(out_features, in_features, splits):
-    assert tiles.choose_split_tile(32, out_features, in_features, 2, H200).splits == splits
-
-
-def test_smaller_devices_split_less():
-    assert tiles.choose_split_tile(32, [2560], 9728, 2, SMALL).splits == 1
-
-
-@pytest.mark.parametrize("num_rows", [1, 32, 64])
-def test_the_measured_tiles_are_those_of_an_h200(num_rows):
-    """Whatever smaller cards need, these do not change but by measuring."""
-
-    def cut(tile):
-        return (tile.block_n, tile.block_k, tile.num_warps, tile.num_stages)
-
-    assert cut(tiles.choose_split_tile(num_rows, [2560], 9728, 2, H200)) == (64, 128, 4, 4)
-    assert cut(tiles.choose_split_tile(num_rows, [2560], 4096, 2, H200)) == (64, 128, 4, 4)
-    assert cut(tiles.choose_split_tile(num_rows, [4096, 1024, 1024], 2560, 2, H200)) == (64, 128, 4, 3)
-    assert cut(tiles.choose_gated_tile(num_rows, 2, H200)) == (32, 128, 4, 3)
-    assert cut(tiles.choose_head_tile(num_rows, 2, H200)) == (64, 128, 4, 4)
-
-
-@pytest.mark.parametrize(
-    ("num_rows", "weight_shape", "is_split"),
-    [
-        (256, (2560, 9728), True),  # 28.5 us with the norm that follows, against 29.6
-        (256, (2560, 4096), False),  # 16.6 against 14.9
-        (128, (2560, 9728), True),  # 19.8 against 22.2
-        (128, (2560, 4096), True),  # 11.3 against 12.6
-        (256, (6144, 2560), False),
-        (256, (19456, 2560), False),
-        (8192, (2560, 9728), False),
-    ],
-)
-def test_large_products_that_are_split(num_rows, weight_shape, is_split):
-    """As measured on an H200."""
-    assert tiles.splits_large_product(num_rows, torch.Size(weight_shape), H200) == is_split
+def test_products_of_few_columns_are_split(out_features, in_features, limits, splits):
+    assert tiles.choose_split_tile(32, out_features, in_features, 2, limits).splits == splits
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
@@ -74,40 +37,13 @@ def test_small_cards_get_smaller_tiles(num_rows, itemsize):
         tile_rows = weight_rows + tiles.block_rows(num_rows)
         assert tile.num_stages >= 2
         assert tile_rows * tile.block_k * itemsize * tile.num_stages <= SMALL.max_shared_bytes
-
-
-@pytest.mark.parametrize(
-    ("num_programs", "head_dim", "itemsize", "shared_kib", "expected"),
-    [
-        (128, 128, 2, 227, AttentionTile(64, 4, 3)),
-        (512, 128, 2, 227, AttentionTile(32, 2, 4)),
-        (2048, 128, 2, 227, AttentionTile(16, 1, 6)),
-        (128, 128, 2, 99, AttentionTile(64, 4, 3)),
-        (512, 128, 2, 99, AttentionTile(32, 2, 2)),
-        (2048, 128, 2, 99, AttentionTile(16, 1, 3)),
-        (256, 256, 4, 99, AttentionTile(16, 1, 2)),
-        (2048, 256, 4, 99, AttentionTile(16, 1, 2)),
-    ],
-)
-def test_tokens_of_an_attention_tile(num_programs, head_dim, itemsize, shared_kib, expected):
-    device = DeviceLimits(num_multiprocessors=132, max_shared_bytes=shared_kib * 1024)
-    tile = tiles.choose_rotated_attention_tile(num_programs, head_dim, itemsize, device)
-    assert tile == expected
+    # The measured tile of an H200 stays.
+    assert tiles.choose_head_tile(num_rows, 2, H200) == LinearTile(64, 128, num_stages=4)
 
 
 @pytest.mark.parametrize(
     ("num_programs", "num_slots", "expected"),
-    [
-        (8, 1024, 256),
-        (32, 8704, 512),
-        (64, 8704, 1024),
-        (128, 8704, 2048),
-        (256, 1024, 2048),
-        (512, 8704, 4096),
-        (2048, 8704, 16384),
-        (8, 32768, 256),
-        (1, 100, 256),
-    ],
+    [(1, 100, 256), (32, 8704, 512), (256, 1024, 2048), (512, 8704, 4096), (2048, 8704, 16384)],
 )
 def test_chunks_of_attention(num_programs, num_slots, expected):
     chunk = tiles.choose_attention_chunk(num_programs, num_slots, H200)
