@@ -35,13 +35,9 @@ def page_file(make_run, tmp_path):
     return path
 
 
-def own_part(text):
-    """The page without plotly's script, which is a third party's."""
-    return re.sub(r"<script>/\*\*.*?</script>", "", text, flags=re.DOTALL)
-
-
 def test_page_needs_nothing_else_escapes_markup_and_begins_with_the_winner(page_file):
-    own = own_part(page_file.read_text(encoding="utf-8"))
+    text = page_file.read_text(encoding="utf-8")
+    own = re.sub(r"<script>/\*\*.*?</script>", "", text, flags=re.DOTALL)  # without plotly's script
     assert len(own) < 200_000
     assert not re.search(r"(src|href)\s*=\s*[\"'](?!#)", own)
     assert "http" not in re.sub(r"http-equiv", "", own)
@@ -50,11 +46,6 @@ def test_page_needs_nothing_else_escapes_markup_and_begins_with_the_winner(page_
     assert not re.search("<script>document|<img|<b>bold", own)
     winner = "Fastest of 5 configurations compile=reduce_overhead 396 output tokens/s"
     assert words_of(own[own.index("<main>") :]).startswith(winner)
-
-
-def test_page_of_failures_alone(make_run):
-    page = build_page(load_runs([make_run("1", status="killed", message="gone")]))
-    assert "Runs without figures" in own_part(page)
 
 
 # In a browser
@@ -129,6 +120,3 @@ def test_table_sorts_both_ways_and_a_row_opens_to_its_command(page):
     opened = row.locator("xpath=following-sibling::tr")
     row.click()
     assert opened.inner_text().startswith("python -m cbexp model=tiny compile=cuda_graph")
-    row.focus()
-    page.keyboard.press("Enter")
-    assert opened.is_hidden()

@@ -90,12 +90,11 @@ SLOWER_TOO = "but the same configuration also came out slower than it"
 def make_cell(make_run):
     """A cell whose config.yaml says its driver and its cache, idle without the synchronous driver."""
 
-    def make(driver, cache, wall_s, num_rounds=5, is_old=False, **more):
+    def make(driver, cache, wall_s, num_rounds=5, **more):
         idle = {"settings_without_effect": []}
         if driver == "generate" and cache:
             item = {"setting": "cache.num_tokens", "value": cache}
             idle["settings_without_effect"] = [item | {"reason": "driver=generate, which has no paged cache"}]
-            idle = {"warnings": [IDLE.format(cache)]} if is_old else idle
         overrides = [f"driver={driver}", *([f"cache.num_tokens={cache}"] if cache else [])]
         walls_s = tuple(wall_s * (1 + index / 100) for index in range(num_rounds))
         folder = make_run(f"{driver}_{cache}", overrides, walls_s, **idle, **more)
@@ -148,12 +147,10 @@ def test_other_code_another_machine_or_unknown_settings_are_a_difference(make_ce
         assert not are_same_in_effect(
             *load_runs([one, make_cell("generate", 2, 1.0, environment=environment)])
         )
-    # Older records have a warning in place of a list of settings.
-    one, other = (make_cell("generate", cache, 1.0, is_old=True) for cache in (1, 2))
+    other = make_cell("generate", 2, 1.0)
     assert are_same_in_effect(*load_runs([one, other]))
-    for content in ("", "[1]", "a: [", "cache: 3\n"):
-        (other / "config.yaml").write_text(content)
-        assert not are_same_in_effect(*load_runs([one, other]))
+    (other / "config.yaml").write_text("cache: [")
+    assert not are_same_in_effect(*load_runs([one, other]))
 
 
 @pytest.mark.parametrize(
