@@ -17,7 +17,7 @@ from cbexp.report.step_times import PERCENTS, find_step_times
 from cbexp.report.ticks import cut_labels
 from cbexp.report.time_use import seconds_by_phase, shares_of_round
 from cbexp.report.workloads import find_workloads
-from tests.report.report_fixtures import REFERENCE, load_one, write_lines
+from tests.report.conftest import REFERENCE, load_one, write_lines
 
 
 def charts_of(runs):

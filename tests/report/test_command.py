@@ -14,7 +14,7 @@ from cbexp.report import format_report, format_table, load_runs, run_rows
 from cbexp.report.answers import same_completions_share
 from cbexp.report.command_line import main
 from cbexp.report.page import build_page
-from tests.report.report_fixtures import words_of, write_lines
+from tests.report.conftest import words_of, write_lines
 
 STATE = {"uuid": "GPU-1", "max_sm_mhz": 1980, "max_memory_mhz": 3201, "power_limit_w": 700}
 GPU = {

@@ -8,7 +8,7 @@ import pytest
 
 from cbexp.cell_settings import SETTINGS_OUTSIDE_A_CELL
 from cbexp.report.command_line import main
-from tests.report.report_fixtures import OTHER_WORKLOAD
+from tests.report.conftest import OTHER_WORKLOAD
 
 STEADY = {"walls_s": (1.0, 1.01, 1.02, 1.03, 1.04)}
 SLOWER = {"walls_s": (1.1, 1.111, 1.122, 1.133, 1.144)}

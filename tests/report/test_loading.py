@@ -11,7 +11,7 @@ import pytest
 from cbexp.report import format_table, load_runs, run_rows
 from cbexp.report.page import build_page
 from cbexp.report.table import format_json
-from tests.report.report_fixtures import load_one, round_record, write_json
+from tests.report.conftest import load_one, round_record, write_json
 
 FOREIGN = '{"workload_hash": 3, "output_tokens_per_s": 7, "durations_s": [1], "warnings": {}}'
 NO_NUMBERS = '{"workload_hash": "a", "output_tokens_per_s": {"median": NaN, "min": Infinity}}'
@@ -101,13 +101,3 @@ def test_links_are_followed_and_every_run_counts_once(make_run, tmp_path):
     (far / "back").symlink_to(outputs)
     runs = load_runs([outputs, near, outputs])
     assert [run.overrides for run in runs] == [("seed=2",), ("seed=1",)]
-
-
-def test_overrides_of_runs_without_cell_json_come_from_hydra(make_run):
-    folder = make_run("one")
-    (folder / "cell.json").unlink()
-    (folder / ".hydra").mkdir()
-    (folder / ".hydra/overrides.yaml").write_text("- model=tiny\n- 'name=it''s: \"x\"'\n")
-    run = load_one(folder)
-    assert run.overrides == ("model=tiny", 'name=it\'s: "x"')
-    assert run.command == """python -m cbexp model=tiny 'name=it'"'"'s: "x"'"""

@@ -9,7 +9,7 @@ import pytest
 
 from cbexp.report import load_runs
 from cbexp.report.page import build_page
-from tests.report.report_fixtures import words_of
+from tests.report.conftest import words_of
 
 HOSTILE = (
     """<script>document.title='owned'</script><img src=x onerror="document.title='owned'"><b>bold</b>&lt;"""
@@ -73,7 +73,7 @@ def page(page_file):
 
 
 @pytest.mark.slow
-def test_page_draws_all_its_charts_without_a_network_and_runs_no_markup(page, page_file):
+def test_page_draws_its_charts_without_a_network_runs_no_markup_and_sorts_its_table(page, page_file):
     assert page.asked == [page_file.as_uri()]
     assert page.said == []
     ids = page.eval_on_selector_all(".chart", "divs => divs.map(div => div.dataset.chart)")
@@ -94,9 +94,7 @@ def test_page_draws_all_its_charts_without_a_network_and_runs_no_markup(page, pa
     assert page.locator("main img, main script, main b b").count() == 0
     assert page.title() != "owned"
 
-
-@pytest.mark.slow
-def test_table_sorts_both_ways_and_a_row_opens_to_its_command(page):
+    # The table sorts both ways, and a row opens to its command.
     headings = page.locator("#table th").all_text_contents()
 
     def click(heading):
