@@ -208,7 +208,6 @@ batches      at most 64 new tokens a request, 32 requests a step, 8,192 tokens a
 decoding     buckets 1, 8, 32, bursts of up to 128 steps, fusion auto
 warning      adapter.rank is idle
 stop         EOS ids 1, 2; pad id 0
-stop         EOS ids none, requests end at their limit; pad id 0
 cache        32,768 tokens: 128 blocks of 256
 resolved     fusion layers, batches 1, 8
 compiled     in 12.5 s, 9 graphs captured in 750 ms; 2 skipped cudagraphs
@@ -222,12 +221,9 @@ def test_plan_stop_ids_cache_and_compilation_are_printed():
     display = screen.display
     display.print_plan(SimpleNamespace(to_dict=lambda: PLAN, warnings=["adapter.rank is idle"]))
     display.print_stop_ids((1, 2), 0)
-    display.print_stop_ids((), 0)
     display.print_cache({"num_blocks": 128, "page_size": 256, "fusion": "layers", "buckets": [1, 8]})
-    display.print_cache({})
     folders = ["/cache/inductor", "/cache/triton"]
     display.print_set_up(STATS, {"folders": folders, "num_bytes": 3 * 2**20})
-    display.print_set_up({}, None)
     display.print_dry_run(SimpleNamespace(rows=lambda: [("weights", "8.04 GB")]))
     assert screen.text == SET_UP
 

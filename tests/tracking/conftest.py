@@ -9,7 +9,6 @@ import struct
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -158,7 +157,7 @@ def run_dir(tmp_path) -> Path:
 @pytest.fixture
 def server(monkeypatch):
     """A server on this machine, with credentials for it."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), FakeServer)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), FakeServer)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")

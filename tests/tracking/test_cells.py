@@ -203,13 +203,6 @@ def test_resumed_sweep_continues_its_run(sweep_folder):
     assert len({path.name for path in files}) == 1
 
 
-def test_sweep_that_cannot_go_online_is_kept_offline(sweep_folder):
-    (warning,) = log(sweep_folder, rows_of("completed"), mode="online")
-    assert warning.startswith("tracking=online, but there are no credentials")
-    assert f"; the data is kept: wandb sync {sweep_folder}/wandb/offline-run-" in warning
-    assert read_back(sweep_folder).summary["num_cells"] == 1
-
-
 def test_what_wandb_does_not_take_costs_a_warning_and_nothing_where_it_is_disabled(sweep_folder):
     assert log(sweep_folder, [], mode="disabled") == []
     (warning,) = log(sweep_folder, rows_of("failed"), mode="online", project="a/b")
