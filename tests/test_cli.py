@@ -92,6 +92,12 @@ def test_single_run_has_its_settings_and_a_folder_of_its_own_where_it_was_launch
     assert saved["dataset"]["num_prompts"] == 4
 
 
+def test_no_experiment_can_be_chosen_also_as_a_cell(run, experiment):
+    result = run("-m", "experiment=null,smoke")
+    assert (result.code, result.err) == (0, "")
+    assert [call.overrides[0] for call in experiment.calls] == ["experiment=none", "experiment=smoke"]
+
+
 @pytest.mark.parametrize("flag", ["--config-dir={}", "hydra.searchpath=[file://{}]"])
 def test_own_choices_are_found_and_none_may_have_the_name_of_a_shipped_one(run, experiment, flag):
     own = Path("own/model/mine.yaml")

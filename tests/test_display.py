@@ -276,7 +276,10 @@ def test_refreshes_are_rare():
     assert 0.5 * expected < screen.text.count("requests done") <= expected + 2
 
 
-def test_width_is_100_columns_where_it_is_unknown(monkeypatch, capsys):
+@pytest.mark.parametrize("columns", [None, "300"])
+def test_width_is_100_columns_at_most_and_where_it_is_unknown(monkeypatch, capsys, columns):
     monkeypatch.delenv("COLUMNS", raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
     ProgressDisplay().print_line("word " * 60)
     assert 90 <= max(map(len, capsys.readouterr().out.splitlines())) <= 100

@@ -98,6 +98,7 @@ def test_links_are_followed_and_every_run_counts_once(make_run, tmp_path):
         make_run("far", ["seed=2"]),
     )
     (outputs / "linked").symlink_to(far)
-    (far / "back").symlink_to(outputs)
+    make_run("above", ["seed=3"])
+    (far / "up").symlink_to(tmp_path)
     runs = load_runs([outputs, near, outputs])
     assert [run.overrides for run in runs] == [("seed=2",), ("seed=1",)]

@@ -83,11 +83,12 @@ IDLE = "cache.num_tokens={} has no effect with driver=generate, which has no pag
 def make_cell(make_run):
     """A cell whose config.yaml says its driver and its cache, idle without the synchronous driver."""
 
-    def make(driver, cache, wall_s, **more):
+    def make(driver, cache, wall_s, is_old=False, **more):
         idle = {"settings_without_effect": []}
         if driver == "generate" and cache:
             item = {"setting": "cache.num_tokens", "value": cache}
             idle["settings_without_effect"] = [item | {"reason": "driver=generate, which has no paged cache"}]
+            idle = {"warnings": [IDLE.format(cache)]} if is_old else idle
         overrides = [f"driver={driver}", *([f"cache.num_tokens={cache}"] if cache else [])]
         walls_s = tuple(wall_s * (1 + index / 100) for index in range(5))
         folder = make_run(f"{driver}_{cache}", overrides, walls_s, **idle, **more)
@@ -136,7 +137,8 @@ def test_other_code_another_machine_or_unknown_settings_are_a_difference(make_ce
         assert not are_same_in_effect(
             *load_runs([one, make_cell("generate", 2, 1.0, environment=environment)])
         )
-    other = make_cell("generate", 2, 1.0)
+    # Older records have a warning in place of a list of settings.
+    one, other = (make_cell("generate", cache, 1.0, is_old=True) for cache in (1, 2))
     assert are_same_in_effect(*load_runs([one, other]))
     (other / "config.yaml").write_text("cache: [")
     assert not are_same_in_effect(*load_runs([one, other]))
