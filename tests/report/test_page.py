@@ -35,9 +35,13 @@ def page_file(make_run, tmp_path):
     return path
 
 
+def own_part(text):
+    """The page without plotly's script, which is a third party's."""
+    return re.sub(r"<script>/\*\*.*?</script>", "", text, flags=re.DOTALL)
+
+
 def test_page_needs_nothing_else_escapes_markup_and_begins_with_the_winner(page_file):
-    text = page_file.read_text(encoding="utf-8")
-    own = re.sub(r"<script>/\*\*.*?</script>", "", text, flags=re.DOTALL)  # without plotly's script
+    own = own_part(page_file.read_text(encoding="utf-8"))
     assert len(own) < 200_000
     assert not re.search(r"(src|href)\s*=\s*[\"'](?!#)", own)
     assert "http" not in re.sub(r"http-equiv", "", own)
@@ -46,6 +50,11 @@ def test_page_needs_nothing_else_escapes_markup_and_begins_with_the_winner(page_
     assert not re.search("<script>document|<img|<b>bold", own)
     winner = "Fastest of 5 configurations compile=reduce_overhead 396 output tokens/s"
     assert words_of(own[own.index("<main>") :]).startswith(winner)
+
+
+def test_page_of_failures_alone(make_run):
+    page = build_page(load_runs([make_run("1", status="killed", message="gone")]))
+    assert "Runs without figures" in own_part(page)
 
 
 # In a browser
@@ -73,7 +82,7 @@ def page(page_file):
 
 
 @pytest.mark.slow
-def test_page_draws_its_charts_without_a_network_runs_no_markup_and_sorts_its_table(page, page_file):
+def test_page_draws_all_its_charts_without_a_network_and_runs_no_markup(page, page_file):
     assert page.asked == [page_file.as_uri()]
     assert page.said == []
     ids = page.eval_on_selector_all(".chart", "divs => divs.map(div => div.dataset.chart)")
@@ -94,7 +103,9 @@ def test_page_draws_its_charts_without_a_network_runs_no_markup_and_sorts_its_ta
     assert page.locator("main img, main script, main b b").count() == 0
     assert page.title() != "owned"
 
-    # The table sorts both ways, and a row opens to its command.
+
+@pytest.mark.slow
+def test_table_sorts_both_ways_and_a_row_opens_to_its_command(page):
     headings = page.locator("#table th").all_text_contents()
 
     def click(heading):
@@ -118,3 +129,6 @@ def test_page_draws_its_charts_without_a_network_runs_no_markup_and_sorts_its_ta
     opened = row.locator("xpath=following-sibling::tr")
     row.click()
     assert opened.inner_text().startswith("python -m cbexp model=tiny compile=cuda_graph")
+    row.focus()
+    page.keyboard.press("Enter")
+    assert opened.is_hidden()
