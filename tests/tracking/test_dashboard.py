@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import sys
 
 import pytest
 
@@ -12,7 +13,8 @@ from tests.tracking.conftest import REPOSITORY, read_back
 
 pytest.importorskip("wandb_workspaces", reason="the dashboard needs the extra: pip install '.[dashboard]'")
 
-DASHBOARD = runpy.run_path(str(REPOSITORY / "scripts" / "wandb_dashboard.py"))
+SCRIPT = REPOSITORY / "scripts" / "wandb_dashboard.py"
+DASHBOARD = runpy.run_path(str(SCRIPT))
 WORKSPACE = DASHBOARD["build_workspace"]("team", "project", "view")
 PLACES = ("metrics", "groupby", "x", "y", "columns", "media_keys", "with_respect_to")
 
@@ -55,7 +57,10 @@ def test_every_name_is_one_that_a_run_of_the_embedded_model_logs(tmp_path):
     assert WORKSPACE.settings.x_axis in second
 
 
-def test_no_credentials_is_a_message(monkeypatch):
+def test_no_credentials_and_a_missing_package_are_messages(monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "online")
-    with pytest.raises(SystemExit, match="the view could not be saved to team/cbexp: "):
-        DASHBOARD["main"](["--entity", "team"])
+    with pytest.raises(SystemExit, match="the view could not be saved to team/mine: "):
+        DASHBOARD["main"](["--entity", "team", "--project", "mine"])
+    monkeypatch.setitem(sys.modules, "wandb_workspaces.reports.v2", None)
+    with pytest.raises(SystemExit, match=r"pip install '\.\[dashboard\]'"):
+        runpy.run_path(str(SCRIPT))
