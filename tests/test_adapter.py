@@ -91,7 +91,6 @@ def test_target_modules_that_cannot_be_adapted_are_named():
     [
         ({"hidden_size": 64}, "Qwen3ForCausalLM: size mismatch"),
         ({"num_hidden_layers": 3}, "4 weights find no match, .*layers.2"),
-        ({"num_hidden_layers": 1}, "4 weights find no match, .*layers.1"),
     ],
 )
 def test_an_adapter_of_another_base_is_refused(tmp_path, changes, message):
@@ -107,11 +106,6 @@ def test_unreadable_and_foreign_adapters_are_explained(tmp_path):
     with pytest.raises(ModelError, match=r"the hub cannot be reached. Give a local folder in adapter\.path"):
         load(lora(path="nobody/no-adapter"))
     folder = save_adapter(tmp_path / "adapter")
-    gpt2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2}
-    with pytest.raises(ModelError, match="does not belong to this GPT2LMHeadModel: Target modules"):
-        load_model(
-            ModelConfig(init="random", architecture=gpt2, device="cpu"), lora(path=str(folder)), seed=0
-        )
     weights = folder / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:50])
     with pytest.raises(ModelError, match="damaged safetensors file"):

@@ -15,7 +15,6 @@ from cbexp.artifacts import RunDirectory, check_writable, read_jsonl
 from cbexp.config import ArtifactsConfig
 from cbexp.engine.types import Completion, RequestTimings, StepInfo
 from cbexp.errors import ResultsError
-from cbexp.run_status import read_json_object
 
 KEEP_ALL = ArtifactsConfig(completions="all")
 
@@ -90,7 +89,7 @@ def test_summary_is_the_last_file_written(tmp_path, monkeypatch):
     assert written == ["stats.json", "status.json", "summary.json"]
 
 
-@pytest.mark.parametrize(("choice", "kept"), [("all", 2), ("1", 1), ("none", 0), ("9", 2)])
+@pytest.mark.parametrize(("choice", "kept"), [("all", 2), ("1", 1), ("none", 0)])
 def test_completions_are_kept_as_configured(tmp_path, choice, kept):
     directory = RunDirectory.create(tmp_path, ArtifactsConfig(completions=choice))
     append_round(directory, 0)
@@ -99,38 +98,12 @@ def test_completions_are_kept_as_configured(tmp_path, choice, kept):
     assert len(rows_of(tmp_path, "requests")) == 4
 
 
-@pytest.mark.parametrize("status", ["failed", "interrupted"])
-def test_other_ends_leave_their_reason_and_failures_a_traceback(tmp_path, status):
-    directory = RunDirectory.create(tmp_path, KEEP_ALL)
-    with pytest.raises(ValueError, match="the reason") as caught:
-        raise ValueError("the reason")
-    directory.mark(status, caught.value)
-    ended = read_status(tmp_path)
-    assert (ended["status"], ended["error_class"], ended["message"]) == (status, "ValueError", "the reason")
-    assert ended["pid"] == os.getpid()
-    assert not (tmp_path / "summary.json").exists()
-    assert ("traceback_file" in ended) == (status == "failed")
-    tracebacks = [path.read_text() for path in tmp_path.glob("traceback.txt")]
-    assert ['ValueError("the reason")\nValueError' in text for text in tracebacks] == [True] * (
-        status == "failed"
-    )
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({}, r"going on .process PID on"),
-        ({"host": "elsewhere", "pid": 2**22 + 1}, r"going on .* on elsewhere"),
-        ({"pid": 2**22 + 1}, r"did not complete .status.json"),
-        ({"started_at": "2001-01-01T00:00:00+00:00"}, r"did not complete .status.json"),  # its pid is taken
-        (None, r"did not complete .status.json"),
-    ],
-)
-def test_other_run_is_left_alone_and_not_mixed_with_a_new_one(tmp_path, changes, message):
+def test_folder_of_another_run_is_left_alone_and_not_mixed_with_a_new_one(tmp_path):
     RunDirectory.create(tmp_path, KEEP_ALL)
-    content = "" if changes is None else json.dumps(read_status(tmp_path) | changes)
-    (tmp_path / "status.json").write_text(content)
-    with pytest.raises(ResultsError, match=message.replace("PID", str(os.getpid()))):
+    with pytest.raises(ResultsError, match=f"going on .process {os.getpid()} on"):
+        RunDirectory.create(tmp_path, KEEP_ALL)
+    (tmp_path / "status.json").write_text(json.dumps(read_status(tmp_path) | {"pid": 2**22 + 1}))
+    with pytest.raises(ResultsError, match=r"did not complete .status.json"):
         RunDirectory.create(tmp_path, KEEP_ALL)
 
 
@@ -151,18 +124,6 @@ def test_unwritable_folder_is_a_clear_error_and_a_check_leaves_nothing(tmp_path)
         check_writable(tmp_path / "a")
 
 
-def test_full_device_is_named_with_what_was_kept(tmp_path):
-    directory = RunDirectory.create(tmp_path, KEEP_ALL)
-    append_round(directory, 0)
-    append_round(directory, 1)
-    (tmp_path / "steps.jsonl").unlink()
-    (tmp_path / "steps.jsonl").symlink_to("/dev/full")
-    with pytest.raises(ResultsError, match=r"steps.jsonl: .*MiB free there.*Kept: 2 whole round"):
-        append_round(directory, 2)
-    rounds, num_torn = read_jsonl(tmp_path / "rounds.jsonl")
-    assert ([row["round_index"] for row in rounds], num_torn) == ([0, 1], 0)
-
-
 def test_on_a_full_disk_a_write_is_taken_back_and_the_status_written_in_place(tmp_path, monkeypatch):
     """The disk takes 5 bytes of a write, and no more."""
 
@@ -176,7 +137,7 @@ def test_on_a_full_disk_a_write_is_taken_back_and_the_status_written_in_place(tm
     directory = RunDirectory.create(tmp_path, KEEP_ALL)
     append_round(directory, 0)
     monkeypatch.setattr("cbexp.files.os.write", write)
-    with pytest.raises(ResultsError, match="No space left"):
+    with pytest.raises(ResultsError, match=r"steps.jsonl: .*MiB free there.*Kept: 1 whole round"):
         append_round(directory, 1)
     assert taken == [5]
     rows, num_torn = read_jsonl(tmp_path / "steps.jsonl")
@@ -191,17 +152,8 @@ def test_on_a_full_disk_a_write_is_taken_back_and_the_status_written_in_place(tm
 
 def test_torn_last_line_is_skipped_and_counted(tmp_path):
     path = tmp_path / "rows.jsonl"
-    for text, rows, num_torn in (('{"a": 1}\n{"a": 2', [{"a": 1}], 1), ("", [], 0)):
-        path.write_text(text)
-        assert read_jsonl(path) == (rows, num_torn)
+    path.write_text('{"a": 1}\n{"a": 2')
+    assert read_jsonl(path) == ([{"a": 1}], 1)
     path.write_text('{"a": 1}\n{"a":\n{"a": 3}\n')
     with pytest.raises(ResultsError, match="line 2 is no JSON"):
         read_jsonl(path)
-
-
-def test_record_that_is_no_json_object_is_none(tmp_path):
-    path = tmp_path / "status.json"
-    assert read_json_object(tmp_path) is read_json_object(path) is None
-    for content in (b"[1]", b'{"status": "comp', b"\xff\xfe", b"[" * 100_000):
-        path.write_bytes(content)
-        assert read_json_object(path) is None

@@ -93,23 +93,13 @@ def test_single_run_has_its_settings_and_a_folder_of_its_own_where_it_was_launch
 
 
 def test_no_experiment_can_be_chosen_also_as_a_cell(run, experiment):
-    assert run("experiment=NULL").code == run().code == 0
     result = run("-m", "experiment=null,smoke")
     assert (result.code, result.err) == (0, "")
-    chosen, default, cell, smoke = experiment.calls
-    assert chosen.config == default.config == dataclasses.replace(cell.config, isolation="process")
-    assert (cell.overrides[0], smoke.overrides[0]) == ("experiment=none", "experiment=smoke")
+    assert [call.overrides[0] for call in experiment.calls] == ["experiment=none", "experiment=smoke"]
 
 
-@pytest.mark.parametrize(
-    ("flag", "more"),
-    [
-        ("--config-dir={}", ["--cfg", "job"]),
-        ("hydra.searchpath=[file://{}]", []),
-        ("hydra.searchpath=[{}]", ["-m", "seed=1,2"]),
-    ],
-)
-def test_own_choices_are_found_and_none_may_have_the_name_of_a_shipped_one(run, experiment, flag, more):
+@pytest.mark.parametrize("flag", ["--config-dir={}", "hydra.searchpath=[file://{}]"])
+def test_own_choices_are_found_and_none_may_have_the_name_of_a_shipped_one(run, experiment, flag):
     own = Path("own/model/mine.yaml")
     own.parent.mkdir(parents=True)
     own.write_text(
@@ -121,9 +111,8 @@ def test_own_choices_are_found_and_none_may_have_the_name_of_a_shipped_one(run, 
     assert (config.model.name, config.dataset.name) == ("mine", "gsm8k")
     assert config.model.architecture["num_hidden_layers"] == 2
     assert config.model.architecture["hidden_size"] == 2560
-    assert run(flag.format(REPOSITORY / "conf"), "--cfg", "job").code == 0
     shadowing = own.rename("own/model/tiny.yaml")
-    result = run(flag.format("own"), *more)
+    result = run(flag.format("own"))
     assert (result.code, experiment.calls) == (2, [])
     assert f"{shadowing} has the name of a built-in choice, which would go before it" in result.err
 
@@ -188,7 +177,6 @@ def test_recorded_command_of_a_job_has_its_number(run, experiment):
     ("end", "code", "message"),
     [
         ("out_of_memory", 1, ""),
-        ("not_applicable", 3, ""),
         (DatasetError("no such file"), 1, "cbexp: no such file\n"),
         (ConfigError("not together"), 2, "cbexp: not together\n"),
         (ZeroDivisionError("oops"), 1, "ZeroDivisionError: oops\n"),
@@ -217,25 +205,17 @@ BAD_COMMANDS = [
     ("num_rounds", "num_rounds: settings are written as key=value"),
     ("model.name=[a", "model.name=[a: cannot be read"),
     ("compile.region=layer", "there is no setting compile.region any more", "whole model", "Remove it"),
-    ("+model.foo=3", "+model.foo", "there is no setting model.foo", "Allowed in model"),
-    ("model=null", "model=null is not a choice"),
     ("-m cache=small,null", "cache=null is not a choice", "large"),
-    ("hydra.sweeper.params.seed='1,2'", "hydra.sweeper.params.seed='1,2'", "-m seed=1,2"),
     ("seed=1,2", "seed=1,2", "add -m"),
-    ("hydra.foo=3", "hydra.foo", "--hydra-help"),
     ("dataset.chat_template_kwargs.enable_thinking=false", "++dataset.chat_template_kwargs.enable_thinking="),
     ("model=qwen3_4b ++model.architecture.num_hidden_layers=2", "model.init=random"),
     ("stats_path=${nope}", "stats_path=${nope}", "'nope' not found"),
     ("--config-dir nowhere", "--config-dir=nowhere", "no such folder"),
-    ("--config-path conf", "--config-path=conf", "--config-dir"),
     ("--config-name nope", "nope"),
-    ("--experimental-rerun config.pickle", "--experimental-rerun", "overrides"),
-    ("-m seed=interval(0,1)", "INTERVAL"),
     ("-m seed=1,2 stats_path=s.json", "stats_path=s.json", "overwrite", "${hydra:job.num}"),
     ("-m num_rounds=1,0", "job 1 of 2 (num_rounds=0)", "at least 1"),
     ("-m seed=1,2 resume=latest", "there is no sweep in outputs/default"),
     ("-m seed=1,2 resume=nowhere", "resume=nowhere: there is no such folder"),
-    ("-m seed=1,2 resume=.", "this is no sweep's folder"),
     ("seed=1 resume=latest", "this is a setting of a sweep"),
     ("-m seed=1,2 isolation=none hydra/launcher=slurm", "isolation=none has no effect"),
     ("-m seed=1,2 dry_run=true hydra/launcher=slurm", "dry_run=true looks at this machine"),
@@ -243,8 +223,6 @@ BAD_COMMANDS = [
     ("-m isolation=none,process", "isolation is a setting of the whole sweep"),
     ("-m seed=1,2,1", "(seed=1 isolation=none) are the same cell. num_rounds repeats"),
     ("-m tracking.group=a,b", "are the same cell: they differ in tracking.group alone"),
-    ("-m seed=1,2 hydra.sweeper.max_batch_size=1", "max_batch_size has no effect", "array_parallelism"),
-    ("-m seed=1,2 hydra.sweep.subdir=../${hydra.job.num}", "must be a folder of its own inside"),
     ("-m seed=1,2 hydra.sweep.subdir=x", "share a folder, x."),
     ("-m seed=1,2 --info config", "-m runs a sweep, and --cfg and --info only show something"),
 ]
@@ -271,9 +249,7 @@ MODEL, EXPERIMENT, GLOBAL = "model/own", "experiment/own", "# @package _global_\
     ("choice", "text", "fragments"),
     [
         (MODEL, "name: own\nname_or_path: x\ndtpye: auto\n", [f"{MODEL}.yaml", "'model.dtype'"]),
-        (MODEL, "name: [a\n", ["own.yaml", "line"]),
         (MODEL, "name_or_path: x\n", ["model.name is not set"]),
-        (MODEL, "defaults:\n  - override /dataset: gsm8k\n", [MODEL, "override dataset"]),
         (EXPERIMENT, "num_rounds: 2\n", [f"{EXPERIMENT}.yaml: begin it with the line '{GLOBAL.strip()}'"]),
         (EXPERIMENT, f"{GLOBAL}cache: small\n", [f"{EXPERIMENT}.yaml: cache is a group", "/cache: small"]),
     ],
@@ -304,13 +280,9 @@ def test_full_error_shows_the_traceback(run, monkeypatch):
 
 def test_unwritable_folder_is_one_message(run, experiment):
     Path("outputs").write_text("in the way")
-    for argument, place in (
-        ("seed=1", "outputs/default: "),
-        ("hydra.run.dir=outputs", "outputs: it is a file."),
-    ):
-        result = run(argument)
-        assert (result.code, experiment.calls) == (1, [])
-        assert result.err.startswith(f"cbexp: results cannot be written to {place}")
+    result = run("seed=1")
+    assert (result.code, experiment.calls) == (1, [])
+    assert result.err.startswith("cbexp: results cannot be written to outputs/default: ")
 
 
 # Information

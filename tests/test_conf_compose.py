@@ -7,15 +7,12 @@ from typing import get_args
 
 import pytest
 import torch
-import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from cbexp.cli.command_line import conf_dir
 from cbexp.cli.composer import parse_arguments, register_job_folder
 from cbexp.cli.preflight import check_command
 from cbexp.config import (
-    DATASET_KINDS,
-    TRACKING_MODES,
     ExperimentConfig,
     find_idle_settings,
     register_schema,
@@ -90,16 +87,6 @@ def test_shipped_experiment_has_its_name_leaves_nothing_idle_and_sweeps_one_sett
         assert [operator.attrgetter(key)(job.config) for job in command.jobs] == values
 
 
-def test_every_compile_mode_driver_tracking_mode_and_dataset_kind_is_a_choice():
-    found = {group: {choice for own, choice in CHOICES if own == group} for group, _ in CHOICES}
-    assert found.keys() >= {"adapter", "cache", "experiment", "model", "sampling"}
-    assert found["compile"] == {"auto", *COMPILE_MODES}
-    assert found["driver"] == set(DRIVERS)
-    assert found["tracking"] == set(TRACKING_MODES)
-    kinds = {yaml.safe_load(path.read_text())["kind"] for path in conf_dir().glob("dataset/*.yaml")}
-    assert kinds == set(DATASET_KINDS)
-
-
 @pytest.mark.parametrize("model", ["tiny", "qwen3_4b"])
 @pytest.mark.parametrize("experiment", SINGLE)
 def test_experiment_wins_over_what_a_model_brings(model, experiment):
@@ -144,8 +131,6 @@ def test_natural_rollouts_have_their_known_lengths():
     config = compose("experiment=rollout_natural", "model=qwen3_4b", "model.init=random")
     limits = load_completion_limits(config)
     assert (len(limits), sum(limits), max(limits), min(limits)) == (512, 514_238, 8192, 55)
-    assert sorted(limits)[255:257] == [598, 603]
-    assert limits[:5] == [297, 1318, 4594, 484, 388]
     lengths = draw_lengths(config.dataset, config.seed)
     assert (min(lengths) >= 100, max(lengths) <= 300, len(lengths)) == (True, True, 512)
     assert config.sampling.ignore_eos

@@ -66,9 +66,7 @@ def test_a_template_from_a_file_goes_first_and_kwargs_reach_it(tmp_path):
         ("absent", {}, "cannot be read: "),
         ("{% for %}", {}, "the chat template refuses line 1"),
         ("{{ raise_exception('no system role') }}", {}, "refuses line 1 of .*: no system role"),
-        ("{# nothing #}", {}, "prompt is empty once the chat template is applied"),
         (None, {"enable_thinkin": True}, "does not read it. Did you mean 'enable_thinking'"),
-        (None, {"tokenize": True}, "tokenize is set by cbexp"),
     ],
 )
 def test_bad_templates_and_settings_without_effect_on_them_are_refused(tmp_path, template, kwargs, message):
@@ -141,10 +139,7 @@ GSM8K = {"verifier": "gsm8k", "answer_field": "answer"}
         ("[1]", {}, "line 2 of .*rows holds a JSON list"),
         ({"question": "?", "id": 1}, {}, "line 2 of .*rows has no field 'prompt'. Its fields: question, id"),
         ({"prompt": "  "}, {}, "line 2 of .*rows: its prompt is empty"),
-        ({"prompt": 3}, {}, "line 2 of .*rows: its prompt is of type int"),
-        ({"prompt": ["x"]}, {}, "line 2 of .*rows: a chat message is an object"),
         ({"prompt": [{"role": "user"}]}, {}, "line 2 of .*rows: a chat message needs a role and a content"),
-        (r'{"prompt": "\ud800 x"}', {}, "not valid Unicode, at character"),
         ({"prompt": SYSTEM_CHAT}, {"system_prompt": "S"}, "line 2 of .* its own system message"),
         ({"prompt": "?"}, GSM8K, "line 2 of .*has no field 'answer'. Its fields: prompt"),
         ({"prompt": "?", "answer": None}, GSM8K, r"line 2 .* no answer, and dataset\.verifier=gsm8k"),
@@ -214,7 +209,6 @@ def test_hub_rows_come_in_the_order_of_the_librarys_shuffle(hub_folder):
         ({"num_prompts": 41}, r"num_prompts=41 are asked for, and dataset .* \(split train\) has 40 rows"),
         ({"answer_field": "answer"}, "has no field 'answer'. Its fields: prompt, solution"),
         ({"split": "test"}, 'Unknown split "test"'),
-        ({"config_name": "de"}, "'de' not found. Available: .*en"),
         ({"config_name": "cn", "num_prompts": 40}, "row 7 of dataset .*: its prompt is empty"),  # shuffled
         ({"revision": "v2"}, r"is a folder here and has no revisions: remove revision=v2"),
     ],
@@ -228,7 +222,6 @@ def test_what_a_hub_dataset_lacks_is_named(hub_folder, settings, message):
     ("path", "message"),
     [
         ("./nowhere", "there is no such folder"),
-        (".", "cannot be loaded"),
         ("./torn", "cannot be loaded"),
         ("org/none", r"the hub cannot be reached. Give a local folder in dataset\.path"),
     ],
@@ -314,10 +307,7 @@ def test_limits_are_one_for_all_or_those_of_a_file(tmp_path):
     for text, message in (
         ("4 90 1", "is no JSON"),
         ("{}", "must be a JSON list of whole numbers"),
-        ("[4, 0, 1]", "must be a JSON list of whole numbers"),
-        ("[true, 4, 5]", "must be a JSON list of whole numbers"),
         ("[4, 90]", "has 2 limits, and dataset.num_prompts=3"),
-        ("[4, 90, 1, 2]", "has 4 limits, and dataset.num_prompts=3"),
     ):
         with pytest.raises(ConfigError, match=f"sampling.max_new_tokens_file=.*limits.json {message}"):
             load_completion_limits(from_file(tmp_path, text))
@@ -351,10 +341,6 @@ def test_plan_counts_every_request_at_its_own_length(tmp_path):
 
 
 def test_request_that_is_too_long_is_the_longest_with_its_own_limit(tmp_path):
-    config = from_file(tmp_path, "[200, 90, 1]")
-    plan = build_plan(config)
+    plan = build_plan(from_file(tmp_path, "[200, 90, 1]"))
     with pytest.raises(ConfigError, match="prompt 1 has 170 tokens, which with 90 new tokens exceed"):
         cache_sizing.check_prompt_lengths(plan, [5, 170, 250])
-    config.cache.num_tokens = 64
-    with pytest.raises(ConfigError, match=r"prompt 0 needs 13 .* \(5 prompt \+ 200 new\)"):
-        cache_sizing.size_cache(build_plan(config), [5, 5, 5], 1, rounding_blocks=0, free_bytes=2**30)

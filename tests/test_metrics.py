@@ -76,21 +76,17 @@ def test_percentile_interpolates_between_the_nearest_ranks():
     found = [metrics.percentile(values, percent) for percent in (0, 25, 50, 90, 99, 100)]
     assert found == pytest.approx([10.0, 20.0, 30.0, 46.0, 49.6, 50.0])
     assert metrics.percentile([7.0], 90) == 7.0
-    for values, percent in (([], 50), ([1.0], -1), ([1.0], 101)):
-        with pytest.raises(ValueError, match="percent"):
-            metrics.percentile(values, percent)
 
 
 def test_spreads():
     found = [
         metrics.spread([10.0, 12.0, 9.0]),
         metrics.spread([8.0, 1.0, 2.0, 4.0]),  # the mean of the middle two
-        metrics.spread([0.0, 0.0]),
         metrics.spread_of_rate([100, 90, 120], [2.0, 1.0, 4.0]),
         # Of an even number of rounds, by their seconds, the middle two together.
         metrics.spread_of_rate([90, 60, 80, 50], [1.0, 4.0, 3.0, 10.0]),
     ]
-    expected = [(10.0, 9.0, 12.0, 0.15), (3.0, 1.0, 8.0, 7 / 6), (0.0, 0.0, 0.0, 0.0)]
+    expected = [(10.0, 9.0, 12.0, 0.15), (3.0, 1.0, 8.0, 7 / 6)]
     expected += [(50.0, 30.0, 90.0, 0.6), (20.0, 5.0, 90.0, 2.125)]
     assert [dataclasses.astuple(spread) for spread in found] == [pytest.approx(row) for row in expected]
 
@@ -111,8 +107,6 @@ def test_requests_have_their_times_from_submission_on_and_what_is_missing_is_los
     assert dataclasses.astuple(d) == lost
     (single,) = metrics.summarize_requests(0, {"r": completion((5,))}, ["r"], [None], [4])
     assert (single.tpot_s, single.latency_s) == (None, 4.0)
-    with pytest.raises(ValueError, match="not submitted: x"):
-        metrics.summarize_requests(0, {"x": completion()}, ["a"], [None], [4])
 
 
 def test_completion_rows_hold_what_came_back_in_order():
@@ -281,16 +275,6 @@ def test_what_a_driver_does_not_see_is_none():
     assert sampled["are_rounds_identical"] is None
     prefill = metrics.summarize_steps([step("prefill", 0.0, 1.0)], wall_s=1.0)
     assert (prefill.decode_step_s, prefill.mean_decode_batch, prefill.tokens_per_burst) == (None,) * 3
-
-
-def test_run_without_timed_round_or_with_equal_indices_is_refused():
-    warmup = one_round(0, 1.0, [one_request()], is_warmup=True)
-    timed = one_round(0, 1.0, [one_request()])
-    for rounds, message in (([warmup], "timed round"), ([warmup, timed], "same round_index")):
-        with pytest.raises(ValueError, match=message):
-            metrics.summarize_run(DESCRIPTION, rounds, [], {}, None, [], {})
-    with pytest.raises(ValueError, match="not after its start"):
-        one_round(0, 0.0, [one_request()])
 
 
 def test_roofline_with_worked_numbers():

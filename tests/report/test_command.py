@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
-import re
 import subprocess
 import sys
 
@@ -16,7 +14,7 @@ from cbexp.report import format_report, format_table, load_runs, run_rows
 from cbexp.report.answers import same_completions_share
 from cbexp.report.command_line import main
 from cbexp.report.page import build_page
-from tests.report.report_fixtures import words_of, write_lines
+from tests.report.conftest import words_of, write_lines
 
 STATE = {"uuid": "GPU-1", "max_sm_mhz": 1980, "max_memory_mhz": 3201, "power_limit_w": 700}
 GPU = {
@@ -153,7 +151,6 @@ def test_markdown_escapes_what_would_be_markup(make_run, capsys):
         (["{sweep}/none"], "is not there"),
         (["{empty}"], "no runs"),
         (["{sweep}", "--csv", "{empty}"], "cannot write"),
-        (["{sweep}", "--csv", "-", "--json", "-"], "--csv and --json both go to -"),
         (["{sweep}", "--html", "{empty}/a", "--markdown", "{empty}/a"], "--html and --markdown both go to"),
     ],
 )
@@ -176,25 +173,20 @@ def test_page_without_plotly_says_how_to_get_it(sweep, tmp_path, monkeypatch, ca
 # In a process of its own
 
 
-def test_output_goes_to_what_knows_ascii_alone_has_no_room_or_left(make_run, tmp_path):
-    """Names of folders are bytes, and JSON may hold half of a pair. No report needs torch."""
-    folder = make_run(os.fsdecode(b"night\xff"), ["model=\ud800"])
+def test_no_report_needs_torch_and_a_reader_may_go_away(make_run, tmp_path):
+    folder = make_run("1")
     script = (
         "import sys; from cbexp.report.command_line import main; assert main(sys.argv[1:]) == 0\n"
         "assert not {'torch', 'transformers', 'hydra', 'omegaconf', 'wandb'} & set(sys.modules)"
     )
     files = {name: tmp_path / name for name in ("html", "csv", "json", "markdown")}
     command = [sys.executable, "-c", script, folder, *(f"--{name}={path}" for name, path in files.items())]
-    done = subprocess.run(command, capture_output=True, env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    done = subprocess.run(command, capture_output=True)
     assert (done.returncode, done.stderr) == (0, b"")
     assert b"completed" in done.stdout
     assert all("completed" in path.read_text(encoding="utf-8") for path in files.values())
 
     command = [sys.executable, "-m", "cbexp.report", folder]
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert done.returncode == 2
-    assert re.fullmatch("cbexp.report: the output cannot be written: .*\n", done.stderr)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()
         assert process.stderr.read() == b""

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import socket
 
 import pytest
 
-from cbexp.report import ReportError, format_table, load_runs, run_rows
+from cbexp.report import format_table, load_runs, run_rows
 from cbexp.report.page import build_page
 from cbexp.report.table import format_json
-from tests.report.report_fixtures import load_one, round_record, write_json
+from tests.report.conftest import load_one, round_record, write_json
 
 FOREIGN = '{"workload_hash": 3, "output_tokens_per_s": 7, "durations_s": [1], "warnings": {}}'
 NO_NUMBERS = '{"workload_hash": "a", "output_tokens_per_s": {"median": NaN, "min": Infinity}}'
@@ -22,12 +21,9 @@ SILENT_ROUND = round_record(1, 1.0) | {"num_output_tokens": 0}
 @pytest.mark.parametrize(
     ("file", "content"),
     [
-        ("summary.json", None),
         ("summary.json", '{"status": "comp'),
-        ("summary.json", "\0\x7f" * 100),
         ("summary.json", FOREIGN),
         ("summary.json", NO_NUMBERS),
-        ("status.json", ""),
         ("rounds.jsonl", '{"round_index": 0, "wall_s": "x"}\nnot json\n{"torn'),
         ("rounds.jsonl", f"{json.dumps(SILENT_ROUND)}\n" * 5),
         ("environment.json", '{"cuda": [], "cpu": {"model": "x"}, "versions": [], "source": "x"}'),
@@ -37,9 +33,7 @@ SILENT_ROUND = round_record(1, 1.0) | {"num_output_tokens": 0}
 )
 def test_damaged_folder_hides_no_other(make_run, file, content):
     whole, damaged = make_run("whole", ["compile=eager"]), make_run("damaged", ["compile=default"])
-    (damaged / file).unlink(missing_ok=True)
-    if content is not None:
-        (damaged / file).write_bytes(content.replace("\x7f", "\udcff").encode(errors="surrogateescape"))
+    (damaged / file).write_text(content)
     runs = load_runs([whole, damaged])
     assert [run.folder.name for run in runs] == ["whole", "damaged"]
     assert "compile=eager" in format_table(runs)
@@ -97,41 +91,14 @@ def test_sweep_has_all_its_cells_in_order_wherever_it_lies(make_run, tmp_path):
 # Folders
 
 
-def refuse(path):
-    """In place of a function of the file system: as if there were no permission, for any user."""
-    raise PermissionError(errno.EACCES, "no permission", path)
-
-
-def test_what_may_not_be_read_is_not_taken_for_what_is_to_come(make_run, tmp_path, monkeypatch):
-    make_run("sweep/0_x", ["seed=0"])
-    write_json(tmp_path / "sweep/sweep.json", {"cells": [{"folder": "0_x"}]})
-    monkeypatch.setattr("cbexp.report.json_files.Path.is_file", refuse)
-    run = load_runs([tmp_path / "sweep"])[-1]
-    assert run.status == "unreadable"
-    assert "status.json cannot be read: no permission" in run.remarks
-    monkeypatch.setattr("os.scandir", refuse)
-    with pytest.raises(ReportError, match="cannot be read: no permission"):
-        load_runs([tmp_path])
-
-
 def test_links_are_followed_and_every_run_counts_once(make_run, tmp_path):
-    """Also in loops, up, and to nothing."""
-    near, far = make_run("outputs/near", ["seed=1"]), make_run("scratch/deep/far", ["seed=2"])
+    outputs, near, far = (
+        tmp_path / "outputs",
+        make_run("outputs/near", ["seed=1"]),
+        make_run("far", ["seed=2"]),
+    )
+    (outputs / "linked").symlink_to(far)
     make_run("above", ["seed=3"])
-    outputs = tmp_path / "outputs"
-    links = {outputs / "linked": far.parent, outputs / "again": far.parent, far / "back": near}
-    links |= {near / "there": far, near / "up": tmp_path, near / "broken": tmp_path / "gone"}
-    for place, target in links.items():
-        place.symlink_to(target, target_is_directory=True)
+    (far / "up").symlink_to(tmp_path)
     runs = load_runs([outputs, near, outputs])
     assert [run.overrides for run in runs] == [("seed=2",), ("seed=1",)]
-
-
-def test_overrides_of_runs_without_cell_json_come_from_hydra(make_run):
-    folder = make_run("one")
-    (folder / "cell.json").unlink()
-    (folder / ".hydra").mkdir()
-    (folder / ".hydra/overrides.yaml").write_text("- model=tiny\n- 'name=it''s: \"x\"'\n")
-    run = load_one(folder)
-    assert run.overrides == ("model=tiny", 'name=it\'s: "x"')
-    assert run.command == """python -m cbexp model=tiny 'name=it'"'"'s: "x"'"""

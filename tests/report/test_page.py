@@ -9,7 +9,7 @@ import pytest
 
 from cbexp.report import load_runs
 from cbexp.report.page import build_page
-from tests.report.report_fixtures import words_of
+from tests.report.conftest import words_of
 
 HOSTILE = (
     """<script>document.title='owned'</script><img src=x onerror="document.title='owned'"><b>bold</b>&lt;"""

@@ -14,7 +14,7 @@ from cbexp.report.bootstrap import ratio_interval
 from cbexp.report.lead import are_same_in_effect
 from cbexp.report.page import build_page
 from cbexp.report.run import TimedRound
-from tests.report.report_fixtures import OTHER_WORKLOAD, words_of
+from tests.report.conftest import OTHER_WORKLOAD, words_of
 
 SILENT = {"output_tokens_per_s": {"median": 0.0, "min": 0.0, "max": 0.0}}
 
@@ -48,8 +48,8 @@ def test_ratios_are_to_the_baseline_of_each_workload(make_run):
 # Intervals
 
 
-def timed(*walls_s, num_tokens=100):
-    return [TimedRound(wall_s, num_tokens, {}) for wall_s in walls_s]
+def timed(*walls_s):
+    return [TimedRound(wall_s, 100, {}) for wall_s in walls_s]
 
 
 def test_interval_agrees_with_all_resamples_counted_out():
@@ -74,33 +74,26 @@ def test_interval_agrees_with_all_resamples_counted_out():
     assert (even.low, even.high) == pytest.approx((2 / 4, 1.0))
 
 
-def test_interval_is_missing_where_rounds_are_few_or_empty():
-    rounds, empty = timed(1.0, 1.1, 1.2, 1.3, 1.4), timed(1.0, 1.0, 1.0, num_tokens=0.0)
-    for few in (timed(1.0, 1.1), empty):
-        assert ratio_interval(rounds, few) is ratio_interval(few, rounds) is None
-
-
 # Leads: runs whose settings differ without effect are one configuration, and no rivals of each other
 
 IDLE = "cache.num_tokens={} has no effect with driver=generate, which has no paged cache."
-SLOWER_TOO = "but the same configuration also came out slower than it"
 
 
 @pytest.fixture
 def make_cell(make_run):
     """A cell whose config.yaml says its driver and its cache, idle without the synchronous driver."""
 
-    def make(driver, cache, wall_s, num_rounds=5, is_old=False, **more):
+    def make(driver, cache, wall_s, is_old=False, **more):
         idle = {"settings_without_effect": []}
         if driver == "generate" and cache:
             item = {"setting": "cache.num_tokens", "value": cache}
             idle["settings_without_effect"] = [item | {"reason": "driver=generate, which has no paged cache"}]
             idle = {"warnings": [IDLE.format(cache)]} if is_old else idle
         overrides = [f"driver={driver}", *([f"cache.num_tokens={cache}"] if cache else [])]
-        walls_s = tuple(wall_s * (1 + index / 100) for index in range(num_rounds))
+        walls_s = tuple(wall_s * (1 + index / 100) for index in range(5))
         folder = make_run(f"{driver}_{cache}", overrides, walls_s, **idle, **more)
         settings = f"cache: {{name: a{cache}, num_tokens: {cache or 'null'}}}\ndriver: {{name: {driver}}}\n"
-        settings += f"num_rounds: {num_rounds}\ntracking: {{group: {wall_s}}}\n"
+        settings += f"tracking: {{group: {wall_s}}}\n"
         (folder / "config.yaml").write_text(settings)
         return folder
 
@@ -129,11 +122,7 @@ def test_lead_over_rivals(make_cell):
     idle, sync = make_cell("generate", 1, 1.0), make_cell("sync", 1, 2.0)
     card, _ = card_and_text(idle, sync)
     assert "Fastest of 2 configurations" in card and IDLE.format(1) in card
-    same_but_slower = make_cell("generate", 2, 3.0, num_rounds=1)
-    card, text = card_and_text(idle, sync, same_but_slower)
-    assert f"2.00x, {SLOWER_TOO}" in card
-    assert f"#1 makes 2.00x what #2 does, {SLOWER_TOO}; #3" in text
-    card, text = card_and_text(idle, same_but_slower)
+    card, text = card_and_text(idle, make_cell("generate", 2, 3.0))
     assert "There is no other configuration to compare it with" in card
     assert "#1 has no other configuration beside it" in text
     card, text = card_and_text(sync, make_cell("sync", 2, 2.02))  # what differs has an effect
@@ -151,9 +140,8 @@ def test_other_code_another_machine_or_unknown_settings_are_a_difference(make_ce
     # Older records have a warning in place of a list of settings.
     one, other = (make_cell("generate", cache, 1.0, is_old=True) for cache in (1, 2))
     assert are_same_in_effect(*load_runs([one, other]))
-    for content in ("", "[1]", "a: [", "cache: 3\n"):
-        (other / "config.yaml").write_text(content)
-        assert not are_same_in_effect(*load_runs([one, other]))
+    (other / "config.yaml").write_text("cache: [")
+    assert not are_same_in_effect(*load_runs([one, other]))
 
 
 @pytest.mark.parametrize(

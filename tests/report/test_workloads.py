@@ -7,10 +7,8 @@ import pytest
 from cbexp.report import format_table, load_runs, run_rows
 from cbexp.report.labels import label_runs, short_labels
 from cbexp.report.page import build_page
-from cbexp.report.page_charts import throughput_charts
 from cbexp.report.table import format_markdown
-from cbexp.report.workloads import find_workloads
-from tests.report.report_fixtures import words_of, write_json
+from tests.report.conftest import words_of, write_json
 
 SHARED = ("model=qwen3_4b", "model.init=random", "experiment=rollout_32")
 
@@ -101,14 +99,6 @@ def test_own_workloads_come_newest_first_and_the_references_last(checkout, make_
     again = make_run("outputs/again", [*SHARED, "compile=eager"], workload_hash="r" * 64)
     write_json(again / "status.json", {"status": "completed", "started_at": "2026-11-25T00:00:00+00:00"})
     assert run_rows(load_runs([checkout]))[0]["workload_hash"][0] == "r", "it has a run of the reader's own"
-
-
-def test_a_workloads_chart_has_the_labels_that_tell_its_runs_apart(checkout):
-    runs = load_runs([checkout])
-    rows = run_rows(runs)
-    workload = find_workloads(rows, runs)[-1]
-    ticks = throughput_charts([workload], rows)[workload.letter].figure["layout"]["yaxis"]["ticktext"]
-    assert "compile=eager" in ticks
 
 
 def test_page_of_several_experiments_is_named_by_them_and_has_no_ratio_where_no_run_compares(make_run):

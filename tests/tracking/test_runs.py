@@ -16,10 +16,10 @@ import wandb
 from cbexp import metrics
 from cbexp.config import CacheConfig, DatasetConfig, ExperimentConfig, SweepInfo, TrackingConfig
 from cbexp.engine import StepInfo
-from cbexp.errors import ConfigError, NotApplicableError
+from cbexp.errors import NotApplicableError
 from cbexp.experiment import run_experiment
 from cbexp.tracking import compute_objective, start_tracking
-from tests.tracking.wandb_fixtures import KEY, REPOSITORY, ReadBack, a_round, a_summary, read_back, start
+from tests.tracking.conftest import KEY, REPOSITORY, ReadBack, a_round, a_summary, read_back, start
 
 CONFIG = {"model": {"name": "tiny", "dtype": None}, "sampling": {"eos_token_ids": [1, 2]}, "seed": 3}
 SUMMARY = a_summary(wall_s={"median": 1.5}, wall_times_s=[1.0, 2.0], accuracy=None)
@@ -123,8 +123,6 @@ def test_jobs_at_the_same_time_do_not_share_a_run_and_print_nothing(tmp_path, ca
 @pytest.mark.parametrize(
     ("reserved", "host", "limit", "objective"),
     [
-        (10.0, None, None, 100.0),
-        (10.0, None, 10.0, 100.0),
         (10.5, 1.0, 10.0, 0.0),
         (8.0, 90.0, 10.0, 100.0),
         (None, 1.5, 1.0, 0.0),
@@ -134,9 +132,6 @@ def test_jobs_at_the_same_time_do_not_share_a_run_and_print_nothing(tmp_path, ca
 def test_objective_is_throughput_within_the_memory_limit(reserved, host, limit, objective):
     summary = a_summary(peak_reserved_gib=reserved, peak_host_gib=host)
     assert compute_objective(summary, limit) == objective
-    for impossible in (0.0, float("nan")):
-        with pytest.raises(ConfigError, match=r"tracking.max_memory_gib=.* must be a number above 0"):
-            TrackingConfig(max_memory_gib=impossible)
 
 
 # What breaks
@@ -192,7 +187,7 @@ def test_failures_of_wandb_are_counted_and_end_nothing(run_dir, monkeypatch):
 LOGGING_SCRIPT = """
 import sys
 from pathlib import Path
-from tests.tracking.wandb_fixtures import a_round, start
+from tests.tracking.conftest import a_round, start
 tracker = start(Path(sys.argv[1]))
 for index in range(5):
     tracker.log_round(a_round(index), [])
