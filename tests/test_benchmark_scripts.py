@@ -65,13 +65,11 @@ def test_steps_are_timed_in_every_shape(tmp_path, run_script):
     assert "never overwritten" in run_script("benchmark_steps", *arguments)
 
 
-def test_a_model_that_cannot_be_timed_is_a_row_with_its_error_and_no_row_is_an_error(tmp_path, run_script):
+def test_a_model_that_cannot_be_timed_is_a_row_with_its_error(tmp_path, run_script):
     options = ["--output", "x.json", "--models", "qwen3_0_6b", "--compile-mode", "cuda_graph"]
     assert run_script("benchmark_steps", *options, "--override", "model.device=cpu", *TINY_OVERRIDES) == 1
     (row,) = json.loads((tmp_path / "x.json").read_text())["rows"]
     assert "needs a CUDA device" in row["error"]
-    message = run_script("benchmark_steps", "--output", "y.json", "--only", "nothing/*")
-    assert message.startswith("no row matches --only nothing/*")
 
 
 def test_a_step_is_profiled(tmp_path, run_script, capsys):
@@ -106,7 +104,6 @@ def test_kernels_are_counted_by_step_and_layer_and_told_apart_by_their_place(loa
     kernels = [(row["kernel"], row["us"]) for row in rows]
     assert kernels == [("paged_attention", 20), ("gemm", 30), ("gemm", 10)]
     assert all(row["gap_before_us"] == pytest.approx(1) for row in rows)
-    assert profile.summarize_layer(events[:3], 2, 3) == []
 
 
 @pytest.fixture
@@ -122,12 +119,6 @@ def steps(tmp_path):
 def test_steps_are_drawn(tmp_path, run_script, steps):
     assert run_script("plot_steps", steps, "--output", "plots/steps.svg") is None
     assert (tmp_path / "plots/steps.svg").stat().st_size > 1000
-
-
-def test_drawing_without_matplotlib_says_what_is_missing(run_script, steps, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    message = run_script("plot_steps", steps, "--output", "x.png")
-    assert message == "drawing needs matplotlib: pip install matplotlib"
 
 
 # Keeping measured runs: what the report reads stays, paths of the machine do not
