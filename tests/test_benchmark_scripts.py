@@ -23,11 +23,7 @@ TINY_OVERRIDES = [f"--override=model.architecture.{key}={value}" for key, value 
 def load_script(monkeypatch):
     """Import a script as its neighbours do."""
     monkeypatch.syspath_prepend(str(SCRIPTS))
-    before = set(sys.modules)
-    yield importlib.import_module
-    for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", None)).startswith(str(SCRIPTS)):
-            del sys.modules[name]
+    return importlib.import_module
 
 
 @pytest.fixture

@@ -67,16 +67,6 @@ def test_the_block_table_fits_the_longest_request(kind, longest, changes, width)
     assert settings.max_blocks_per_request == width
 
 
-def test_requests_of_a_batch_are_no_more_than_can_be_active():
-    for changes, expected in (
-        ({"num_blocks": 40}, 40),
-        ({"num_blocks": 10**5, "max_batch_tokens": 8192}, 1024),
-        ({"max_requests_per_batch": 7}, 7),
-    ):
-        settings = build_batching_config(make_config(**changes), model_config(), CPU)
-        assert settings.max_requests_per_batch == expected
-
-
 def test_eager_attention_with_a_soft_cap_is_refused(make_manager):
     sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
     config = model_config("eager", Gemma2Config, **sizes)

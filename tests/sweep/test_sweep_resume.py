@@ -10,13 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from cbexp.config import ExperimentConfig
 from cbexp.errors import ConfigError, ResultsError
-from cbexp.run_status import begin_status, write_status
-from cbexp.sweep.cells import Cell
 from cbexp.sweep.folder import claim_folder
 from cbexp.sweep.manifest import Provenance, build_manifest, find_provenance, read_manifest, write_manifest
-from cbexp.sweep.resume import list_differences, list_missing, set_aside
+from cbexp.sweep.resume import list_differences
 from tests.sweep.conftest import is_running, wait_until
 
 
@@ -84,18 +81,6 @@ def test_sweep_that_goes_on_is_left_alone_and_a_second_interrupt_kills_what_does
     assert sweeps.status(0)["message"] == "stopped by Ctrl-C"
 
 
-def test_stop_is_heeded_while_libraries_are_imported_that_swallow_it(sweeps):
-    sweeps.variables = {"FAKE_STUBBORN_IMPORT": "1"}
-    process = sweeps.start("-m", "seed=1,2")
-    logs = "outputs/*/*/*/log.txt"
-    wait_until(lambda: any("importing" in log.read_text() for log in sweeps.folder.glob(logs)))
-    process.send_signal(signal.SIGINT)
-    assert sweeps.finish(process).code == 130
-    assert sweeps.statuses() == {0: "interrupted"}
-    assert "going on" not in (sweeps.cell_folder(0) / "log.txt").read_text()
-    assert sweeps.calls == []
-
-
 def test_interrupt_of_a_sweep_in_one_process(sweeps):
     sweeps.ends = {2: "hang"}
     process = sweeps.start("-m", "seed=1,2,3", "isolation=none")
@@ -148,18 +133,6 @@ def test_cells_are_known_by_what_they_do_and_not_by_order_or_outputs(sweeps):
     assert "sweep.json has the command of the others" in done.out
 
 
-def test_done_and_running_cells_are_not_set_aside(tmp_path):
-    cell = Cell(0, tmp_path, ("seed=0",), "command", ExperimentConfig(), None)
-    write_status(tmp_path, begin_status())
-    with pytest.raises(ResultsError, match=f"process {os.getpid()}"):  # of this host: nothing forces it
-        list_missing([cell], is_forced=True)
-    write_status(tmp_path, begin_status() | {"status": "completed"})
-    (tmp_path / "summary.json").write_text("{}")
-    assert list_missing([cell], is_forced=False) == []
-    with pytest.raises(ResultsError, match="never overwritten"):
-        set_aside(tmp_path)
-
-
 # Which sweep
 
 
@@ -175,9 +148,6 @@ def test_latest_is_the_newest_of_the_same_name_or_folder(sweeps):
         sweeps.run_here("-m", "seed=1", f"{named}{folder}")
     done = sweeps.run_here("-m", "seed=1,2", f"{named}A", "resume=latest")
     assert done.out.startswith("resuming outputs/runs/A_2: 1 of 2 cells to run")
-    done = sweeps.run_here("-m", "seed=1", f"{named}C", "resume=latest")
-    assert done.code == 2
-    assert "there is no sweep in outputs/runs/C, which hydra.sweep.dir names" in done.err
 
 
 def test_folder_is_claimed_once_however_many_ask(tmp_path):
