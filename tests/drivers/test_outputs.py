@@ -43,9 +43,10 @@ def test_eos_ends_a_request_and_is_part_of_it(make_driver, model, prompts, gener
     assert len(completions[0]) < 8
     for completion in completions:
         assert (completion.finish_reason == "eos") == (completion.completion_ids[-1] in eos)
-    # Also as the last token that is allowed.
-    (completion,) = drive(driver, prompts[:1], max_new_tokens=len(completions[0]))
-    assert completion.finish_reason == "eos"
+    # Also as the last token that is allowed, and not beyond that while others go on.
+    whole, cut = (drive(driver, prompts[1:3], max_new_tokens=[8, limit])[1] for limit in (5, 4))
+    assert (whole.completion_ids, whole.finish_reason) == (completions[2].completion_ids, "eos")
+    assert (cut.completion_ids, cut.finish_reason) == (whole.completion_ids[:4], "length")
 
 
 def test_lora_adapters_take_part(make_driver, qwen3, prompts, generate_alone):

@@ -85,6 +85,7 @@ def mark(folder, status, **more):
         ("failed", -11, None, "failed"),
         ("out_of_memory", 0, "timed_out", "out_of_memory"),
         ("interrupted", 0, "timed_out", "timed_out"),
+        ("interrupted", 0, None, "interrupted"),
         ("completed", -9, None, "killed"),  # there is no summary.json
     ],
 )
