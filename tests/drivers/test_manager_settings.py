@@ -58,7 +58,6 @@ def test_masks_and_asynchronous_batching_do_not_go_together():
         (Qwen3Config, None, {"num_blocks": 20}, 22),  # the whole cache: 20 blocks
         (Qwen3Config, None, {"num_blocks": 10**6}, 130),  # the model's 2048 positions: 128 blocks
         (MistralConfig, None, {}, 0),  # sliding windows have none
-        (Gemma2Config, None, {}, 0),
     ],
 )
 def test_the_block_table_fits_the_longest_request(kind, longest, changes, width):

@@ -27,7 +27,6 @@ from tests.sweep.conftest import HERE, REPOSITORY
         ("2, 5", "0\n1\n", ["auto"], ["2", "5"]),
         ("", "0\n1\n", ["auto"], [None]),
         ("0,1,1,-1,2", None, ["auto"], ["0", "1"]),
-        (None, "No devices were found\n", ["auto"], [None]),
     ],
 )
 def test_one_slot_a_visible_gpu_and_one_without(monkeypatch, visible, printed, devices, expected):
