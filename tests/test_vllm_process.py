@@ -1,9 +1,11 @@
 """The worker's process: its interpreter, its end, and that nothing of it outlives the run that started it."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -32,10 +34,18 @@ sys.stdin.read()
 """
 
 
-def test_a_worker_outlives_its_thread_but_not_its_run(tmp_path):
+def ignores(pid, number):
+    """Whether a process ignores a signal; Linux alone tells."""
+    ignored = Path(f"/proc/{pid}/status").read_text().partition("SigIgn:")[2].split()[0]
+    return bool(int(ignored, 16) >> (number - 1) & 1)
+
+
+def test_a_worker_outlives_its_thread_and_a_request_to_end_all_but_not_its_run(tmp_path):
     command = [sys.executable, "-c", START_IN_A_THREAD, str(tmp_path / "vllm.log")]
     run = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     guard, worker = map(int, run.stdout.readline().split())
+    wait_until(lambda: ignores(guard, signal.SIGTERM), deadline_s=10)
+    os.kill(guard, signal.SIGTERM)
     time.sleep(1.2)  # the guard looks for its parent once a second
     assert is_running(guard)
     assert is_running(worker)
