@@ -23,11 +23,7 @@ TINY_OVERRIDES = [f"--override=model.architecture.{key}={value}" for key, value 
 def load_script(monkeypatch):
     """Import a script as its neighbours do."""
     monkeypatch.syspath_prepend(str(SCRIPTS))
-    before = set(sys.modules)
-    yield importlib.import_module
-    for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", None)).startswith(str(SCRIPTS)):
-            del sys.modules[name]
+    return importlib.import_module
 
 
 @pytest.fixture
@@ -65,13 +61,11 @@ def test_steps_are_timed_in_every_shape(tmp_path, run_script):
     assert "never overwritten" in run_script("benchmark_steps", *arguments)
 
 
-def test_a_model_that_cannot_be_timed_is_a_row_with_its_error_and_no_row_is_an_error(tmp_path, run_script):
+def test_a_model_that_cannot_be_timed_is_a_row_with_its_error(tmp_path, run_script):
     options = ["--output", "x.json", "--models", "qwen3_0_6b", "--compile-mode", "cuda_graph"]
     assert run_script("benchmark_steps", *options, "--override", "model.device=cpu", *TINY_OVERRIDES) == 1
     (row,) = json.loads((tmp_path / "x.json").read_text())["rows"]
     assert "needs a CUDA device" in row["error"]
-    message = run_script("benchmark_steps", "--output", "y.json", "--only", "nothing/*")
-    assert message.startswith("no row matches --only nothing/*")
 
 
 def test_a_step_is_profiled(tmp_path, run_script, capsys):
@@ -106,7 +100,6 @@ def test_kernels_are_counted_by_step_and_layer_and_told_apart_by_their_place(loa
     kernels = [(row["kernel"], row["us"]) for row in rows]
     assert kernels == [("paged_attention", 20), ("gemm", 30), ("gemm", 10)]
     assert all(row["gap_before_us"] == pytest.approx(1) for row in rows)
-    assert profile.summarize_layer(events[:3], 2, 3) == []
 
 
 @pytest.fixture
@@ -122,12 +115,6 @@ def steps(tmp_path):
 def test_steps_are_drawn(tmp_path, run_script, steps):
     assert run_script("plot_steps", steps, "--output", "plots/steps.svg") is None
     assert (tmp_path / "plots/steps.svg").stat().st_size > 1000
-
-
-def test_drawing_without_matplotlib_says_what_is_missing(run_script, steps, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    message = run_script("plot_steps", steps, "--output", "x.png")
-    assert message == "drawing needs matplotlib: pip install matplotlib"
 
 
 # Keeping measured runs: what the report reads stays, paths of the machine do not
@@ -159,7 +146,7 @@ def collect(tmp_path: Path, *arguments: str) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-def test_records_are_kept_without_paths_and_never_overwritten(tmp_path):
+def test_records_are_kept_without_paths_never_overwritten_and_of_one_commit(tmp_path):
     write_job(tmp_path / "runs/sweep/0_sync")
     assert collect(tmp_path, "--commit", "abc123") == (0, "")
     kept = {path.name: path.read_text() for path in (tmp_path / "kept/0_sync").iterdir()}
@@ -174,20 +161,7 @@ def test_records_are_kept_without_paths_and_never_overwritten(tmp_path):
     code, stderr = collect(tmp_path)
     assert code == 1
     assert "never overwritten" in stderr
-
-
-@pytest.mark.parametrize(
-    ("folders", "message"),
-    [
-        ((), "no job"),
-        (("a/0", "b/0"), "folders of the same name"),
-        (("0",), "ran from recorded"),  # not from the commit that is named
-    ],
-)
-def test_what_cannot_be_kept_is_refused(tmp_path, folders, message):
-    (tmp_path / "runs").mkdir()
-    for folder in folders:
-        write_job(tmp_path / "runs" / folder, commit="recorded")
+    write_job(tmp_path / "runs/sweep/0_other", commit="recorded")
     code, stderr = collect(tmp_path, "--commit", "abc123")
     assert code == 1
-    assert message in stderr
+    assert "ran from recorded" in stderr

@@ -65,13 +65,11 @@ def test_a_plan_resolves_what_is_auto_and_is_plain_json():
     [
         ({}, (False, 256, 4)),
         ({"num_generations": 2}, (True, 32, 8)),
-        ({"num_generations": 2, "page_size": 16}, (True, 16, 8)),
         ({"num_generations": 2, "block_sharing": "off"}, (False, 256, 8)),
         ({"block_sharing": "on"}, (True, 32, 4)),
         ({"num_generations": 2, "architecture": MISTRAL}, (False, 256, 8)),
         ({"num_generations": 2, "driver": "vllm"}, (True, 16, 8)),
         ({"num_prompts": 3000}, (False, 256, 1024)),
-        ({"num_prompts": 2, "num_generations": 1500}, (True, 32, 1500)),
         ({"num_prompts": 3000, "max_batch_tokens": 100}, (False, 256, 100)),
         ({"num_prompts": 300, "num_generations": 10, "driver": "generate"}, (False, 256, 3000)),
         ({"max_requests_per_batch": 2}, (False, 256, 2)),
@@ -93,25 +91,15 @@ def test_settings_without_effect_are_data_and_warnings():
 def test_a_cache_in_other_than_whole_pages_is_rounded_up_and_told():
     (warning,) = build_plan(experiment(num_tokens=300)).warnings
     assert warning == "cache.num_tokens=300 is rounded up to 512 tokens, 2 pages of 256."
-    (warning,) = build_plan(experiment(num_tokens=20, page_size=64, driver="manager")).warnings
-    assert warning == "cache.num_tokens=20 is rounded up to 64 tokens, 1 page of 64."
     assert build_plan(experiment(num_tokens=512)).warnings == []
 
 
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        (
-            {"max_new_tokens": 300},
-            ConfigError,
-            "max_new_tokens=300 and a prompt of 5 tokens exceed the model's",
-        ),
+        ({"max_new_tokens": 300}, ConfigError, "=300 and a prompt of 5 tokens exceed the model's"),
         ({"driver": "vllm", "attention": "sdpa"}, ConfigError, "=sdpa does not work with driver=vllm"),
-        (
-            {"architecture": GEMMA2, "block_sharing": "on"},
-            ConfigError,
-            "1 of .* 2 layers have a sliding window",
-        ),
+        ({"architecture": GEMMA2, "block_sharing": "on"}, ConfigError, "1 of .* 2 layers have a sliding"),
         ({"device": "cuda"}, ModelError, "model.device=cuda"),
         ({}, ConfigError, "WORLD_SIZE=2: tensor parallelism and sharded models are not"),
     ],

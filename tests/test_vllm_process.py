@@ -16,7 +16,6 @@ from cbexp.cli.preflight import check_command
 from cbexp.config import DriverConfig, register_schema
 from cbexp.drivers.vllm.process import WorkerProcess
 from cbexp.drivers.vllm.python import check_interpreter, find_python
-from cbexp.engine.types import EngineError
 from cbexp.errors import ConfigError
 from tests.sweep.conftest import is_running, wait_until
 
@@ -37,8 +36,7 @@ sys.stdin.read()
 
 def ignores(pid, number):
     """Whether a process ignores a signal; Linux alone tells."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    (ignored,) = [line.split()[1] for line in lines if line.startswith("SigIgn:")]
+    ignored = Path(f"/proc/{pid}/status").read_text().partition("SigIgn:")[2].split()[0]
     return bool(int(ignored, 16) >> (number - 1) & 1)
 
 
@@ -46,7 +44,7 @@ def test_a_worker_outlives_its_thread_and_a_request_to_end_all_but_not_its_run(t
     command = [sys.executable, "-c", START_IN_A_THREAD, str(tmp_path / "vllm.log")]
     run = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     guard, worker = map(int, run.stdout.readline().split())
-    wait_until(lambda: ignores(guard, signal.SIGTERM))
+    wait_until(lambda: ignores(guard, signal.SIGTERM), deadline_s=10)
     os.kill(guard, signal.SIGTERM)
     time.sleep(1.2)  # the guard looks for its parent once a second
     assert is_running(guard)
@@ -66,13 +64,10 @@ def test_what_a_worker_has_started_ends_with_it_although_it_went_first(tmp_path)
     wait_until(lambda: not is_running(int(path.read_text())), deadline_s=10)
 
 
-def test_a_worker_that_cannot_be_started_names_the_program_or_the_log_and_leaves_no_guard(tmp_path):
+def test_a_worker_that_cannot_be_started_names_the_program_and_leaves_no_guard(tmp_path):
     before = set(psutil.Process().children())
     with pytest.raises(ConfigError, match=r"driver.python=.*/none cannot be started: No such file"):
         WorkerProcess([str(tmp_path / "none")], {}, tmp_path / "vllm.log")
-    (tmp_path / "file").touch()
-    with pytest.raises(EngineError, match=r"the worker's log .*file/vllm.log cannot be written"):
-        WorkerProcess([sys.executable, "-c", ""], {}, tmp_path / "file" / "vllm.log")
     assert set(psutil.Process().children()) == before
 
 
@@ -87,10 +82,10 @@ def test_a_sweep_is_refused_for_the_cell_that_lacks_its_packages(tmp_path):
 
 
 def test_an_interpreter_is_a_program_and_its_link_is_not_followed(tmp_path):
-    for no_program in ("/nowhere/python", str(tmp_path)):
-        check_interpreter(DriverConfig(name="sync", python=no_program))
-        with pytest.raises(ConfigError, match=f"^driver.python={no_program} is no program: give the path"):
-            check_interpreter(DriverConfig(name="vllm", python=no_program))
+    no_program = str(tmp_path)
+    check_interpreter(DriverConfig(name="sync", python=no_program))
+    with pytest.raises(ConfigError, match=f"^driver.python={no_program} is no program"):
+        check_interpreter(DriverConfig(name="vllm", python=no_program))
     link = tmp_path / "python"
     link.symlink_to(sys.executable)
     assert find_python(DriverConfig(name="vllm", python=str(link))) == str(link)

@@ -58,23 +58,12 @@ def test_masks_and_asynchronous_batching_do_not_go_together():
         (Qwen3Config, None, {"num_blocks": 20}, 22),  # the whole cache: 20 blocks
         (Qwen3Config, None, {"num_blocks": 10**6}, 130),  # the model's 2048 positions: 128 blocks
         (MistralConfig, None, {}, 0),  # sliding windows have none
-        (Gemma2Config, None, {}, 0),
     ],
 )
 def test_the_block_table_fits_the_longest_request(kind, longest, changes, width):
     config = model_config("flash_attention_2", kind, max_position_embeddings=2048)
     settings = build_batching_config(make_config(**changes), config, CUDA, longest)
     assert settings.max_blocks_per_request == width
-
-
-def test_requests_of_a_batch_are_no_more_than_can_be_active():
-    for changes, expected in (
-        ({"num_blocks": 40}, 40),
-        ({"num_blocks": 10**5, "max_batch_tokens": 8192}, 1024),
-        ({"max_requests_per_batch": 7}, 7),
-    ):
-        settings = build_batching_config(make_config(**changes), model_config(), CPU)
-        assert settings.max_requests_per_batch == expected
 
 
 def test_eager_attention_with_a_soft_cap_is_refused(make_manager):

@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import GptOssConfig, GptOssForCausalLM, MistralConfig, MistralForCausalLM
 
-from cbexp.drivers.generate import GenerateDriver, _describe_steps, _trim_at_end
+from cbexp.drivers.generate import GenerateDriver
 from tests.drivers.conftest import build_model, drive, ids_of, make_config
 
 LIMITS = [3, 8, 5, 1, 8, 2]
@@ -43,9 +43,10 @@ def test_eos_ends_a_request_and_is_part_of_it(make_driver, model, prompts, gener
     assert len(completions[0]) < 8
     for completion in completions:
         assert (completion.finish_reason == "eos") == (completion.completion_ids[-1] in eos)
-    # Also as the last token that is allowed.
-    (completion,) = drive(driver, prompts[:1], max_new_tokens=len(completions[0]))
-    assert completion.finish_reason == "eos"
+    # Also as the last token that is allowed, and not beyond that while others go on.
+    whole, cut = (drive(driver, prompts[1:3], max_new_tokens=[8, limit])[1] for limit in (5, 4))
+    assert (whole.completion_ids, whole.finish_reason) == (completions[2].completion_ids, "eos")
+    assert (cut.completion_ids, cut.finish_reason) == (whole.completion_ids[:4], "length")
 
 
 def test_lora_adapters_take_part(make_driver, qwen3, prompts, generate_alone):
@@ -140,47 +141,20 @@ def test_manager_where_a_forks_parent_would_be_alone_with_nothing_to_run(make_ma
 # What the driver of `generate` sees of its steps
 
 
-@pytest.mark.parametrize(
-    ("token_ids", "limit", "eos", "kept", "has_ended"),
-    [
-        ([5, 6, 7], 3, (), (5, 6, 7), True),
-        ([5, 6, 7], 2, (), (5, 6), True),
-        ([5, 6], 3, (), (5, 6), False),
-        ([5, 9, 9, 0], 4, (9,), (5, 9), True),
-        ([5, 6, 9], 2, (9,), (5, 6), True),
-        ([9], 4, (8, 9), (9,), True),
-        ([], 4, (9,), (), False),
-    ],
-)
-def test_trim_at_end(token_ids, limit, eos, kept, has_ended):
-    assert _trim_at_end(token_ids, limit, eos) == (kept, has_ended)
-
-
-def test_steps_of_a_batch():
-    # Prompts of 2 and 5 tokens; completions of 1 and 3; four steps ran, since another limit would have been 4.
-    times = [(0.0, 1.0), (1.0, 1.5), (1.5, 2.0), (2.0, 2.25)]
-    steps = _describe_steps(times, prompt_lengths=[2, 5], completion_lengths=[1, 3], num_waiting=6)
-    assert [step.kind for step in steps] == ["prefill", "decode", "decode", "decode"]
-    assert [step.num_requests for step in steps] == [2, 1, 1, 0]
-    assert [step.num_tokens for step in steps] == [7, 1, 1, 0]
-    assert [step.num_padding for step in steps] == [3, 1, 1, 2]
-    assert [step.num_finished for step in steps] == [1, 0, 1, 0]
-    assert [step.duration_s for step in steps] == [1.0, 0.5, 0.5, 0.25]
-    assert {(step.num_steps, step.num_waiting, step.bucket) for step in steps} == {(1, 6, None)}
-
-
-def test_steps_of_a_drive_add_up(qwen3, prompts):
+def test_steps_of_a_drive(qwen3, prompts):
+    """By hand: a row that is done stays until its batch is, as padding, like what is left of a prompt."""
     driver = GenerateDriver(qwen3, make_config(max_requests_per_batch=4))
-    completions = drive(driver, prompts, max_new_tokens=[1, 2, 3, 4, 5, 6])
-    steps = driver.steps
-    assert [step.kind for step in steps].count("prefill") == 2
-    assert len(steps) == 4 + 6
-    assert sum(step.num_finished for step in steps) == 6
-    assert [step.num_waiting for step in steps] == [2] * 4 + [0] * 6
-    prefilled = sum(step.num_tokens for step in steps if step.kind == "prefill")
-    decoded = sum(step.num_tokens for step in steps if step.kind == "decode")
-    assert prefilled == sum(map(len, prompts))
-    assert decoded == sum(map(len, completions)) - 6  # the first token of each comes from the prefill
-    assert all(a.start_s < a.end_s <= b.start_s for a, b in pairwise(steps))
+    drive(driver, prompts, max_new_tokens=[1, 2, 3, 4, 2, 3])
+    names = ("kind", "num_requests", "num_tokens", "num_padding", "num_finished", "num_waiting")
+    assert [tuple(getattr(step, name) for name in names) for step in driver.steps] == [
+        ("prefill", 4, 1 + 3 + 40 + 17, 4 * 40 - 61, 1, 2),
+        ("decode", 3, 3, 1, 1, 2),
+        ("decode", 2, 2, 2, 1, 2),
+        ("decode", 1, 1, 3, 1, 2),
+        ("prefill", 2, 16 + 8, 8, 0, 0),
+        ("decode", 2, 2, 0, 1, 0),
+        ("decode", 1, 1, 1, 1, 0),
+    ]
+    assert all(a.start_s < a.end_s <= b.start_s for a, b in pairwise(driver.steps))
     drive(driver, prompts[:1], max_new_tokens=2)
     assert len(driver.steps) == 2

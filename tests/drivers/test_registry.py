@@ -14,23 +14,11 @@ from cbexp.config import (
 )
 from cbexp.drivers.registry import DRIVERS
 from cbexp.drivers.vllm.settings import COMPILE_ARGUMENTS
-from cbexp.engine.types import COMPILE_MODES, EngineError
+from cbexp.engine.types import COMPILE_MODES
 
 DECODE = {"fusion": "projections", "batch_shape": "full", "buckets": [1, 8], "max_burst": 9}
 WORKER = {"python": "p", "pythonpath": "d", "start_timeout_s": 9.0, "request_times": True}
 CACHE = {"num_tokens": 4096, "page_size": 16, "scheduler": "prefill_first", "max_batch_tokens": 4096}
-
-
-def test_what_a_compile_mode_compiles_and_who_records_its_graphs():
-    assert {name: (mode.torch_mode, mode.graphs) for name, mode in COMPILE_MODES.items()} == {
-        "eager": (None, None),
-        "default": ("default", None),
-        "reduce_overhead": ("reduce-overhead", "torch"),
-        "max_autotune": ("max-autotune", "torch"),
-        "max_autotune_no_cudagraphs": ("max-autotune-no-cudagraphs", None),
-        "cuda_graph": (None, "engine"),
-        "compiled_cuda_graph": ("default", "engine"),
-    }
 
 
 def test_a_driver_has_a_module_modes_and_a_name_of_its_own():
@@ -60,14 +48,6 @@ def test_a_driver_has_a_module_modes_and_a_name_of_its_own():
 )
 def test_what_auto_means(driver, device_type, attention, expected):
     assert DRIVERS[driver].auto_mode(device_type, attention) == expected
-
-
-def test_a_mode_that_a_driver_lacks_is_refused_with_what_has_it():
-    with pytest.raises(EngineError) as caught:
-        DRIVERS["generate"].check_compile_mode("default")
-    assert str(caught.value) == (
-        "compile.mode=default does not work with driver=generate: use auto or eager, or driver=sync."
-    )
 
 
 @pytest.mark.parametrize(

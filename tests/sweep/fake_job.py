@@ -19,13 +19,6 @@ BAD_ENDS = {
 }
 SUMMARY = {"decode_tps": 100.0, "output_tokens_per_s": {"median": 100.0, "min": 99.0, "max": 101.0}}
 
-if "FAKE_STUBBORN_IMPORT" in os.environ:
-    print("importing", flush=True)
-    try:
-        time.sleep(600)
-    except BaseException:  # noqa: BLE001 - as libraries do that take any error for a missing dependency
-        print("going on", flush=True)
-
 
 def run_experiment(config, run_dir, overrides, sweep):
     how = json.loads(os.environ["FAKE_ENDS"]).get(str(config.seed), "complete")

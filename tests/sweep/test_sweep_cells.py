@@ -41,7 +41,6 @@ def test_cell_survives_its_files(tmp_path):
         (0, "", "0"),
         (2, "compile=eager,sampling.ignore_eos=true", "2_compile=eager_ignore_eos=true"),
         (1, "model.name_or_path=org/a b:c*?", "1_name_or_path=org-a-b-c"),
-        (1, "++model.architecture.x=${y}", "1_x=-y"),
         (3, "~tracking", "3_tracking"),
         (7, "tracking.tags=" + "語" * 100, "7_tags=" + "語" * 24),  # at most 80 bytes
     ],
@@ -91,17 +90,6 @@ def test_a_cell_of_an_experiment_that_lists_its_sweep_can_be_run_alone(sweeps):
         assert compose_hashes(cell["command"]) == [cell["cell_hash"]]
 
 
-def test_texts_of_all_kinds_survive_and_do_not_steer_the_terminal(sweeps):
-    prompts = ["'\x1b[31m\nred'", f"'{'x' * 3000}'", "'日本語 é ü,ö'"]
-    done = sweeps.run_here("-m", f"dataset.system_prompt={','.join(prompts)}")
-    assert done.code == 0, done.err
-    assert "\x1b" not in done.out
-    starts = [line for line in done.out.splitlines() if " starts: " in line]
-    assert starts[0] == "cell 0 of 3 starts: dataset.system_prompt='?[31m red'"
-    assert len(starts[1]) < 600
-    assert "日本語 é ü,ö" in sweeps.cell(2)["command"]
-
-
 # Processes
 
 
@@ -127,20 +115,9 @@ def test_each_cell_has_a_process_of_its_own_that_loads_no_torch_and_leaves_nothi
     assert not is_running(int(log.split("child ")[1].split()[0]))
 
 
-# Output
-
-
-def test_output_that_goes_away_ends_no_sweep(sweeps):
-    process = sweeps.start("-m", "seed=1")
-    process.stdout.close()
-    assert process.wait() == 0
-    assert sweeps.statuses() == {0: "completed"}
-
-
 def test_output_to_a_full_disk_ends_no_sweep_and_is_said_once(sweeps):
     with open("/dev/full", "w") as full:
         done = sweeps.run("-m", "seed=1", stdout=full)
     assert done.code == 0
-    (line,) = done.err.splitlines()
-    assert line.startswith("standard output cannot be written (")
+    assert done.err.count("standard output cannot be written (") == len(done.err.splitlines()) == 1
     assert sweeps.statuses() == {0: "completed"}

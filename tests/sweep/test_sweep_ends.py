@@ -82,14 +82,10 @@ def mark(folder, status, **more):
         (None, 1, "interrupted", "interrupted"),
         (None, -15, "timed_out", "timed_out"),
         ("running", -9, None, "killed"),
-        ("running", 1, None, "failed"),
-        ("running", -9, "timed_out", "timed_out"),
         ("failed", -11, None, "failed"),
-        ("failed", 1, "interrupted", "failed"),
         ("out_of_memory", 0, "timed_out", "out_of_memory"),
         ("interrupted", 0, "timed_out", "timed_out"),
         ("interrupted", 0, None, "interrupted"),
-        ("not_applicable", 0, "interrupted", "not_applicable"),
         ("completed", -9, None, "killed"),  # there is no summary.json
     ],
 )

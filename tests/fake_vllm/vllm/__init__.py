@@ -64,16 +64,14 @@ class LLM:
         note("round", [params.max_tokens for params in sampling_params])
         print("vLLM prints on stdout in a round")
         round_misbehaviour()
-        outputs = [
-            self.answer(p["prompt_token_ids"], s) for p, s in zip(prompts, sampling_params, strict=True)
-        ]
-        return outputs[::-1] if asked("wrong_order") else outputs
+        pairs = zip(prompts, sampling_params, strict=True)
+        return [self.answer(prompt["prompt_token_ids"], params) for prompt, params in pairs]
 
     def answer(self, prompt_ids, params):
         if len(prompt_ids) + params.max_tokens > self.arguments["max_model_len"]:
             raise ValueError("longer than the maximum model length")
         ids, reason = [], "length"
-        for place in range(params.max_tokens - asked("short") + asked("long")):
+        for place in range(params.max_tokens - asked("short")):
             ids.append((sum(prompt_ids) + place) % 97)
             if ids[-1] in params.stop_token_ids:
                 reason = "stop"
