@@ -143,6 +143,7 @@ def machine_without_credentials(tmp_path, monkeypatch):
     for name in ("HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
         (tmp_path / name).mkdir()
         monkeypatch.setenv(name, str(tmp_path / name))
+    wandb.teardown()  # what other tests of this process have set up
     yield
     wandb.teardown()
 
