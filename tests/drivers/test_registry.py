@@ -14,7 +14,7 @@ from cbexp.config import (
 )
 from cbexp.drivers.registry import DRIVERS
 from cbexp.drivers.vllm.settings import COMPILE_ARGUMENTS
-from cbexp.engine.types import COMPILE_MODES
+from cbexp.engine.types import COMPILE_MODES, EngineError
 
 DECODE = {"fusion": "projections", "batch_shape": "full", "buckets": [1, 8], "max_burst": 9}
 WORKER = {"python": "p", "pythonpath": "d", "start_timeout_s": 9.0, "request_times": True}
@@ -30,6 +30,23 @@ def test_a_driver_has_a_module_modes_and_a_name_of_its_own():
             for attention in ("cbexp", "sdpa", "flash_attention_3", "vllm"):
                 assert kind.auto_mode(device_type, attention) in kind.compile_modes
     assert set(COMPILE_ARGUMENTS) == set(DRIVERS["vllm"].compile_modes)
+
+
+def test_what_a_compile_mode_compiles_and_who_records_its_graphs():
+    assert {name: (mode.torch_mode, mode.graphs) for name, mode in COMPILE_MODES.items()} == {
+        "eager": (None, None),
+        "default": ("default", None),
+        "reduce_overhead": ("reduce-overhead", "torch"),
+        "max_autotune": ("max-autotune", "torch"),
+        "max_autotune_no_cudagraphs": ("max-autotune-no-cudagraphs", None),
+        "cuda_graph": (None, "engine"),
+        "compiled_cuda_graph": ("default", "engine"),
+    }
+
+
+def test_a_mode_that_a_driver_lacks_is_refused_with_what_has_it():
+    with pytest.raises(EngineError, match="use auto or eager, or driver=sync"):
+        DRIVERS["generate"].check_compile_mode("default")
 
 
 @pytest.mark.parametrize(
