@@ -46,13 +46,13 @@ class ForwardChoice:
         self._projections.remove()
         state = (*_code_states(self._model), *_addresses(self._model))
         is_void = state != self._state
+        self._state = None  # should anything here fail, the next drive does all of it again
         if is_void:
-            self._state = None  # should one of these fail, the next drive does them again
             self.fusion = resolve_fusion(self._model, self._asked)
             self.forward = self._build_forward()
-            self._state = state
         if self.fusion == "projections":
             self._projections.install()
+        self._state = state
         return is_void
 
     def end(self) -> None:
@@ -111,7 +111,7 @@ def _addresses(model: PreTrainedModel) -> Iterator[tuple[Any, ...]]:
     """Where every parameter and buffer lies, and as what: compiled and captured code has it baked in."""
     for tensors in (model.named_parameters(), model.named_buffers()):
         for name, tensor in tensors:
-            yield name, tensor.data_ptr(), tensor.dtype, tensor.shape
+            yield name, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _code_states(model: PreTrainedModel) -> Iterator[tuple[Any, ...]]:

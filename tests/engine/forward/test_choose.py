@@ -13,6 +13,7 @@ from cbexp.engine import EngineError
 from cbexp.engine.decode.step import EagerSteps
 from cbexp.engine.forward import ForwardChoice, PlainForward
 from cbexp.engine.forward.llama import LlamaForward
+from cbexp.engine.forward.projections import ProjectionFusion
 from cbexp.engine.sampling import compute_logits
 from tests.engine.driving import drive
 from tests.engine.forward.models import (
@@ -124,16 +125,30 @@ def test_hooks_forwards_and_adapters_void_compiled_code(fusion, model):
     assert not choice.begin()
 
 
-def test_a_drive_after_a_failed_one_builds_again(choice, model, monkeypatch):
+@pytest.mark.parametrize("place", [(ForwardChoice, "_build_forward"), (ProjectionFusion, "install")])
+def test_a_drive_after_a_failed_one_builds_again(model, monkeypatch, place):
     def fail(self):
-        raise torch.OutOfMemoryError("no memory for rotary tables")
+        raise torch.OutOfMemoryError("no memory")
 
+    choice = choose_forward(model, "projections")
+    choice.begin()
     model.lm_head.weight.data = model.lm_head.weight.data.clone()
     with monkeypatch.context() as patched:
-        patched.setattr(ForwardChoice, "_build_forward", fail)
+        patched.setattr(*place, fail)
         with pytest.raises(torch.OutOfMemoryError):
             choice.begin()
     assert choice.begin()
+    assert not choice.begin()
+
+
+def test_layers_that_no_longer_fit_are_refused_at_the_next_drive(model):
+    choice = choose_forward(model, "layers")
+    choice.begin()
+    weight = layer(model).self_attn.o_proj.weight
+    weight.data = weight.data.t()
+    for _ in range(2):
+        with pytest.raises(EngineError, match=r"o_proj\.weight is not contiguous"):
+            choice.begin()
 
 
 @pytest.mark.parametrize("fusion", FUSIONS)
