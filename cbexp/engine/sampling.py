@@ -28,8 +28,7 @@ def choose(logits: Tensor | HeadInputs) -> tuple[Tensor, Tensor]:
     """Choose the next token of each row, from logits [rows, vocab_size] or from what makes them.
 
     Greedy, as in `generate`: returns the id (int64 [rows]) of the largest logit, of equals the lowest, and that logit
-    in float32. A NaN counts as the largest. Logits are compared in the model's own dtype: transformers turns them to
-    float32 first, which keeps their order.
+    in float32, in which logits are compared. A NaN counts as the largest.
     """
     if isinstance(logits, HeadInputs):
         next_ids: Tensor
@@ -40,6 +39,8 @@ def choose(logits: Tensor | HeadInputs) -> tuple[Tensor, Tensor]:
 
 
 def _choose_best(logits: Tensor) -> tuple[Tensor, Tensor]:
+    if logits.dtype == torch.float64:  # half precision keeps its order
+        logits = logits.float()
     next_ids = logits.argmax(dim=-1)
     return next_ids, logits.gather(1, next_ids[:, None])[:, 0].float()
 

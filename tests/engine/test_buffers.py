@@ -58,10 +58,11 @@ def test_rows_advance_end_and_stay_ended(buffers):
     assert [tensor.data_ptr() for tensor in buffers.state()] == addresses
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_the_best_logit_is_the_first_of_the_largest(dtype):
+    """In float32, as in `generate`."""
     nan = float("nan")
-    logits = torch.tensor([[1, 3, 3, 2], [-5, -4, -6, -4], [2, nan, 4, 1]], dtype=dtype)
+    logits = torch.tensor([[1, 3, 3 + 1e-12, 2], [-5, -4, -6, -4], [2, nan, 4, 1]], dtype=dtype)
     next_ids, best_logits = choose(logits)
     assert next_ids.tolist() == [1, 1, 1]
     assert best_logits.dtype == torch.float32
