@@ -134,7 +134,7 @@ class CBSyncConfig:
     `max_requests_per_batch` None: as many as the largest bucket, else up to 256.
 
     `attn_implementation`: the engine's own attention, with decode steps in bursts; or, by its name, the implementation
-    that the model was loaded with, for which every step is one of transformers' own (nothing compiled or fused).
+    that the model was loaded with, for which every step is a batch of transformers' own (nothing compiled or fused).
     `compile_mode` is a name of `COMPILE_MODES`. `recompile_limit` None: PyTorch's own.
     `batch_shape`: a decode step computes the rows it has ("natural"), the next of `buckets` (None: 1, 2, 4, ... up to
     the largest batch, which is included) or always the largest ("full"). `max_burst`: decode steps that may run without

@@ -239,9 +239,12 @@ def _rounding_noise(logits: Tensor, num_layers: int) -> float:
 
 
 def _cache_error(expected: Sequence[Tensor], actual: Sequence[Tensor]) -> float:
-    """Largest relative error of a row's keys or values; NaN when there is one anywhere."""
-    errors = [
-        ((a.float() - e.float()).flatten(2).norm(dim=-1) / e.float().flatten(2).norm(dim=-1)).max()
-        for e, a in zip(expected, actual, strict=True)
-    ]
+    """Largest relative error of a row's keys or values; NaN when there is one anywhere.
+
+    Keys and values may be zero, as those of a padding token that was never trained.
+    """
+    errors = []
+    for e, a in zip(expected, actual, strict=True):
+        lengths = e.float().flatten(2).norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
+        errors.append(((a.float() - e.float()).flatten(2).norm(dim=-1) / lengths).max())
     return float(torch.stack(errors).max())

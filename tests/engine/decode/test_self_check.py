@@ -94,6 +94,23 @@ def test_a_right_step_passes_and_leaves_no_trace(models, family, bucket, positio
     assert min(seen["first_pages"]) >= buffers.pools["full_attention"].trash_page  # never sector 0
 
 
+def test_a_token_without_keys_and_values_is_no_fault():
+    """Transformers starts the embedding of a padding token as zeros."""
+    model = build_decode_model()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:32] = 0
+    setting = Setting(model)
+    setting.check()
+
+    def write_a_key(rows):
+        layer = rows.layers[0]
+        layer.pages[layer.block_table[1, 0] + layer.page_offset, 7] += (
+            1e-3  # of the second row, at position 7
+        )
+
+    setting.require_fault("keys or values in the cache differ", step=faulty(after=write_a_key))
+
+
 # What is wrong with the forward, or the step
 
 
