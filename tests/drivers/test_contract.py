@@ -96,6 +96,6 @@ def test_unusable_settings_and_models_are_refused(make_driver, qwen3, monkeypatc
     gpt2.config.is_encoder_decoder = True
     with pytest.raises(UnsupportedModelError, match="GPT2LMHeadModel"):
         make_driver(gpt2)
-    monkeypatch.setattr("transformers.__version__", "4.57.1")
+    monkeypatch.setattr("cbexp.engine.model_driver.transformers.__version__", "4.57.1")
     with pytest.raises(UnsupportedTransformersError, match=r"4\.57\.1"):
         make_driver(qwen3)
