@@ -57,12 +57,12 @@ class DecodeRow:
 class RowValue(NamedTuple):
     """A value of each row in `DecodeBuffers`: its dtype, and what it is for a row without a request.
 
-    `source` is the field of `DecodeRow` that an upload brings, a whole number of 32 bits; None: steps alone write it.
+    `source` is the field of `DecodeRow` that an upload brings, a 32-bit integer; empty: steps alone write it.
     """
 
     dtype: torch.dtype
     unused: float
-    source: str | None = None
+    source: str = ""
 
 
 # By the name of the tensor in `DecodeBuffers`.
@@ -72,7 +72,7 @@ ROW_STATE = {
     "remaining": RowValue(torch.int32, 0, "remaining"),
     "best_logits": RowValue(torch.float32, 0.0),
 }
-UPLOADED = {name: value for name, value in ROW_STATE.items() if value.source is not None}
+UPLOADED = {name: value for name, value in ROW_STATE.items() if value.source}
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ class RowUpload:
         values, tables = self._host_sections[: len(UPLOADED)], self._host_sections[len(UPLOADED) :]
         num_rows = len(rows)
         for section, value in zip(values, UPLOADED.values(), strict=True):
-            section[:num_rows, 0] = [getattr(row, str(value.source)) for row in rows]
+            section[:num_rows, 0] = [getattr(row, value.source) for row in rows]
             section[num_rows:] = value.unused
         for table, (name, pool) in zip(tables, self._buffers.pools.items(), strict=True):
             table[:] = pool.trash_page
