@@ -15,6 +15,7 @@ from cbexp.artifacts import RunDirectory, check_writable
 from cbexp.config import ExperimentConfig, SweepInfo, to_plain_dict
 from cbexp.display import ProgressDisplay
 from cbexp.engine.interrupts import deferring_interrupts
+from cbexp.engine.sizing import format_gib
 from cbexp.engine.types import CacheMemoryError, EngineError
 from cbexp.environment import (
     collect_environment,
@@ -25,7 +26,6 @@ from cbexp.environment import (
 )
 from cbexp.errors import CbexpError, ConfigError, MemoryBudgetError, NotApplicableError, ResultsError
 from cbexp.job import Job
-from cbexp.model.memory import format_gib
 from cbexp.planning.dry_run import summarize_dry_run
 from cbexp.planning.plan import RunPlan, build_plan, what_to_lower
 from cbexp.tracking import start_tracking

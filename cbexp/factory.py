@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import transformers
 from transformers import PreTrainedTokenizerBase
 
 from cbexp.config import ExperimentConfig
 from cbexp.dataset.prompts import PromptSet
 from cbexp.drivers.inputs import DriverInputs
-from cbexp.engine import OnStep, RolloutDriver, check_transformers_version
+from cbexp.engine import OnStep, RolloutDriver
+from cbexp.engine.sizing import free_memory_bytes
 from cbexp.errors import ConfigError
 from cbexp.model.loading import LoadedModel
-from cbexp.model.memory import free_memory_bytes
-from cbexp.planning.cache_sizing import check_prompt_lengths, max_requests_in_memory, size_cache
+from cbexp.planning.cache_sizing import check_prompt_lengths, max_requests_in_memory, size_for_round
 from cbexp.planning.plan import RunPlan
 
 
@@ -96,13 +95,6 @@ def _size_for_round(plan: RunPlan, prompt_lengths: Sequence[int]) -> dict[str, A
     free_bytes = free_memory_bytes(plan.device)
     if not plan.kind.has_paged_cache:
         return {"max_requests_per_batch": max_requests_in_memory(plan, prompt_lengths, free_bytes)}
-    num_generations = plan.config.dataset.num_generations
-    return asdict(size_cache(plan, prompt_lengths, num_generations, _rounding_blocks(plan), free_bytes))
-
-
-def _rounding_blocks(plan: RunPlan) -> int:
-    """Blocks that the paged cache wastes by rounding; its internals are imported only in a version that is known."""
-    check_transformers_version(transformers.__version__)
-    from cbexp.engine.upstream import count_rounding_blocks
-
-    return count_rounding_blocks(plan.architecture)
+    size = size_for_round(plan, prompt_lengths, free_bytes)
+    names = ("num_blocks", "max_batch_tokens", "max_requests_per_batch")
+    return {name: getattr(size, name) for name in names}

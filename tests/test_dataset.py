@@ -333,8 +333,8 @@ def test_plan_counts_every_request_at_its_own_length(tmp_path):
     plan = build_plan(config)
     assert (plan.limits, plan.max_new_tokens) == ((4, 90, 1), 90)
     assert json.loads(json.dumps(plan.to_dict()))["mean_max_new_tokens"] == pytest.approx(95 / 3)
-    size = cache_sizing.size_cache(plan, [5, 5, 20], 2, rounding_blocks=0, free_bytes=2**30)
-    assert size.num_blocks == 2 * (1 + 6 + 2)
+    size = cache_sizing.size_for_round(plan, [5, 5, 20], free_bytes=2**30)
+    assert size.num_blocks == 1 + 6 + 2
     report = summarize_dry_run(config)
     assert report.cache_tokens_asked == (1 + 6 + 1) * 16
     assert report.longest_request_tokens == 6 * 16

@@ -89,16 +89,19 @@ def test_accuracy_in_bfloat16_is_that_of_the_plain_model_in_every_way(tmp_path, 
     summary = run(tmp_path, **WAYS[way])
     assert summary["accuracy"] == pytest.approx(plain_accuracy, abs=0.005)
     if way != "manager":  # it does not see its steps
-        assert 0 < summary["roofline_fraction"] < 1.05
+        assert 0 < summary["roofline_fraction"] <= 1
     if "driver" not in WAYS[way]:
         for name in ("max_logprob_error", "max_logit_error"):
             assert summary[name] is not None, "the self-check has not run"
         assert summary["recompiles"] == summary["graph_breaks"] == summary["skipped_cudagraphs"] == 0
 
 
-def test_decoding_comes_near_the_roofline_and_not_beyond_it(tmp_path):
+@pytest.mark.parametrize(("num_prompts", "num_generations", "length"), [(8, 1, 100), (4, 16, 900)])
+def test_decoding_comes_near_the_roofline_and_not_beyond_it(tmp_path, num_prompts, num_generations, length):
+    """Also with groups, whose prompts are counted once: the device's cache serves the other readers."""
     architecture = TIED_QWEN3 | WIDE
-    lengths = {"num_prompts": 8, "min_length": 100, "max_length": 100}
+    lengths = {"num_prompts": num_prompts, "min_length": length, "max_length": length}
+    lengths["num_generations"] = num_generations
     summary = run(
         tmp_path,
         model=ModelConfig(name="wide", init="random", architecture=architecture),
@@ -106,5 +109,5 @@ def test_decoding_comes_near_the_roofline_and_not_beyond_it(tmp_path):
         sampling=SamplingConfig(max_new_tokens=128, ignore_eos=True),
         num_rounds=2,
     )
-    assert 0.2 < summary["roofline_fraction"] < 1.05
+    assert (0.2 if num_generations == 1 else 0) < summary["roofline_fraction"] <= 1
     assert 0 <= summary["device_idle_share"] < 1

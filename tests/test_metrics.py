@@ -194,7 +194,7 @@ def test_summary_of_a_run():
     ]
     # A step of 0.15 s reads 100 bytes of weights and 10 for each token of each request's context.
     roofline = metrics.RooflineInputs(2000.0, lambda batch, context: 100 + batch * context * 10)
-    context = metrics.mean_decode_context([request for own in requests[1:] for request in own])
+    context = metrics.mean_decode_context([request for own in requests[1:] for request in own], roofline)
     idle = [{"setting": "x", "value": 1, "reason": "y"}]
     compiled = {"graphs": 9, "replays": 70, "compile_s": 1.5, "device_idle_share": 0.02}
     flat = [request for own in requests for request in own]
@@ -203,6 +203,7 @@ def test_summary_of_a_run():
         DESCRIPTION, rounds, flat, durations_s, roofline, ["be careful"], compiled | {"unknown": 1}, idle
     )
     json.dumps(summary, allow_nan=False)
+    assert summary.pop("mean_decode_context") == context
     assert summary.pop("roofline_fraction") == pytest.approx((100 + 22 * context) / 2000 / 0.15)
     times = {name: summary.pop(name) for name in ("queue_s", "ttft_s", "tpot_s", "latency_s")}
     assert [times[name]["p50"] for name in times] == [0.75, 1.5, 1.25, 5.0]
@@ -267,7 +268,7 @@ def test_what_a_driver_does_not_see_is_none():
     requests = [one_request(verdict=None)]
     alone = one_run((1.0, requests))
     missing = ("decode_step_s", "decode_share", "peak_cache_used", "are_rounds_identical", "peak_memory_gb")
-    missing += ("roofline_fraction", "bandwidth_bytes_per_s", "accuracy")
+    missing += ("mean_decode_context", "roofline_fraction", "bandwidth_bytes_per_s", "accuracy")
     assert {alone[key] for key in missing} == {None}
     again = one_run((1.0, requests), (1.0, requests))
     assert (again["are_rounds_identical"], again["num_differing_requests"]) == (True, 0)
@@ -283,8 +284,15 @@ def test_roofline_with_worked_numbers():
     # Prompt 10 and 4 tokens: steps of tokens 1, 2, 3 read 11, 12, 13. Prompt 20 and 2 tokens: one step reads 21.
     lengths = [(10, 4), (20, 2), (99, 1)]
     requests = [one_request(num_prompt_tokens=prompt, num_tokens=tokens) for prompt, tokens in lengths]
-    assert metrics.mean_decode_context(requests) == pytest.approx((11 + 12 + 13 + 21) / 4)
-    assert metrics.mean_decode_context(requests[2:]) is None
+    alone = metrics.RooflineInputs(1.0, lambda batch, context: 0.0)
+    assert metrics.mean_decode_context(requests, alone) == pytest.approx((11 + 12 + 13 + 21) / 4)
+    assert metrics.mean_decode_context(requests[2:], alone) is None
+    # Two generations of a prompt of 10, of which 8 are stored once: read in three steps, not in three and one.
+    group = [one_request(num_prompt_tokens=10, num_tokens=tokens) for tokens in (4, 2)]
+    shared = metrics.RooflineInputs(
+        1.0, lambda batch, context: 0.0, 2, lambda prompt_tokens: prompt_tokens - 2
+    )
+    assert metrics.mean_decode_context(group, shared) == pytest.approx((11 + 12 + 13 + 11 - 8) / 4)
 
 
 def test_workload_hash_is_stable_and_sees_every_part():

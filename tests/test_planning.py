@@ -14,9 +14,10 @@ import torch
 
 from cbexp.config import DatasetConfig, ModelConfig
 from cbexp.drivers.registry import DRIVERS
+from cbexp.engine.sizing import CacheSize, estimate_cache_cost
 from cbexp.errors import ConfigError, MemoryBudgetError, ModelError
 from cbexp.model.attention_choice import AttentionChoice
-from cbexp.model.memory import WeightSize, estimate_cache_cost
+from cbexp.model.memory import WeightSize
 from cbexp.planning import cache_sizing
 from cbexp.planning.dry_run import summarize_dry_run
 from cbexp.planning.plan import RunPlan, build_plan
@@ -69,7 +70,8 @@ def test_a_plan_resolves_what_is_auto_and_is_plain_json():
         ({"block_sharing": "on"}, (True, 32, 4)),
         ({"num_generations": 2, "architecture": MISTRAL}, (False, 256, 8)),
         ({"num_generations": 2, "driver": "vllm"}, (True, 16, 8)),
-        ({"num_prompts": 3000}, (False, 256, 1024)),
+        ({"num_prompts": 3000}, (False, 256, 256)),
+        ({"num_prompts": 2, "num_generations": 300}, (True, 32, 300)),
         ({"num_prompts": 3000, "max_batch_tokens": 100}, (False, 256, 100)),
         ({"num_prompts": 300, "num_generations": 10, "driver": "generate"}, (False, 256, 3000)),
         ({"max_requests_per_batch": 2}, (False, 256, 2)),
@@ -148,16 +150,16 @@ def test_a_manager_below_its_best_is_pointed_out():
 # Cache sizes
 
 
-def sized(
-    plan: RunPlan, lengths: list[int], num_generations: int = 1, free_bytes: int = GIB
-) -> cache_sizing.CacheSize:
+def sized(plan: RunPlan, lengths: list[int], free_bytes: int = GIB) -> CacheSize:
     plan = dataclasses.replace(plan, limits=(plan.max_new_tokens,) * len(lengths))
-    return cache_sizing.size_cache(plan, lengths, num_generations, rounding_blocks=0, free_bytes=free_bytes)
+    return cache_sizing.size_for_round(plan, lengths, free_bytes)
 
 
-def test_an_automatic_cache_holds_the_round():
-    size = sized(build_plan(experiment(page_size=16, max_new_tokens=8)), [5, 12, 8], num_generations=2)
-    assert dataclasses.astuple(size) == (2 * (1 + 2 + 1), 2 * 25, 4)
+def test_an_automatic_cache_holds_what_runs_at_once():
+    plan = build_plan(experiment(page_size=16, max_new_tokens=8, num_generations=2))
+    assert sized(plan, [5, 12, 20]) == CacheSize(2 * (1 + 2) + 1 + 2, 16_384, 6, is_bounded=False)
+    two = build_plan(experiment(page_size=16, max_new_tokens=8, max_requests_per_batch=2))
+    assert sized(two, [5, 12, 20]) == CacheSize(2 + 2, 16_384, 2, is_bounded=False)
 
 
 def test_a_request_that_can_never_fit_names_both_numbers():
@@ -171,23 +173,24 @@ def test_a_request_that_can_never_fit_names_both_numbers():
 
 
 def test_an_automatic_cache_stays_within_its_share_of_the_memory(caplog):
-    plan = build_plan(experiment(page_size=16, max_new_tokens=8, max_memory_fraction=0.5))
+    plan = build_plan(experiment(page_size=16, max_new_tokens=8, max_memory_fraction=0.25))
     lengths = [100] * 50
-    assert sized(plan, lengths).num_blocks == 50 * 7
-    cost = estimate_cache_cost(plan.architecture, plan.dtype, 5000, 4, is_masked=False)
+    cost = estimate_cache_cost(plan.architecture, plan.dtype, plan.settings, 16_384, 4)
     with caplog.at_level(logging.WARNING):
-        limited = sized(plan, lengths, free_bytes=2 * cost.total_bytes(20 * 16))
+        limited = sized(plan, lengths, free_bytes=4 * cost.total_bytes(20 * 16))
     assert limited.num_blocks == 20
     assert "requests wait for each other" in caplog.text
-    assert "requests wait for each other" in plan.warnings[-1]
-    with pytest.raises(MemoryBudgetError, match=r"max_memory_fraction=0\.5 may be used, and the longest"):
+    assert plan.warnings[-1].startswith("cache.max_memory_fraction=0.25 of the free memory")
+    with pytest.raises(
+        MemoryBudgetError, match=r"cache.max_memory_fraction=0\.25 of the free memory .* longest"
+    ):
         sized(plan, lengths, free_bytes=1_000_000)
 
 
 def test_generate_takes_as_many_rows_as_fit():
     plan = build_plan(experiment(driver="generate", num_prompts=50))
     row_bytes = (12 + 8) * plan.kv_bytes_per_token
-    assert cache_sizing.max_requests_in_memory(plan, [12, 5], int(10.5 * row_bytes / 0.8)) == 10
+    assert cache_sizing.max_requests_in_memory(plan, [12, 5], int(10.5 * row_bytes / 0.5)) == 10
     assert cache_sizing.max_requests_in_memory(plan, [12, 5], GIB) == 50
     with pytest.raises(MemoryBudgetError, match="one request of 20 tokens"):
         cache_sizing.max_requests_in_memory(plan, [12, 5], row_bytes)
@@ -201,7 +204,7 @@ def test_a_dry_run_counts_by_hand(free_memory):
         experiment(num_prompts=4, num_generations=2, page_size=16, lengths=(20, 20), max_new_tokens=30)
     )
     assert report.kv_bytes_per_token == 2 * 2 * 2 * 8 * 4
-    assert (report.longest_request_tokens, report.cache_tokens_asked) == (64, 4 * 2 * 64)
+    assert (report.longest_request_tokens, report.cache_tokens_asked) == (64, 4 * (1 + 2 * 3) * 16)
     assert report.requests_that_fit == report.num_requests == 8
     assert (report.is_prompt_length_assumed, report.advice, report.free_bytes) == (False, [], 8 * GIB)
     assert report.tokens_that_fit % 16 == 0

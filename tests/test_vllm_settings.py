@@ -90,9 +90,9 @@ def test_memory_is_the_share_or_the_tokens_that_the_other_drivers_get(fake, on_a
         names = ("gpu_memory_utilization", "block_size", "num_gpu_blocks_override")
         return tuple(engine.get(name) for name in names)
 
-    assert memory_of() == (0.84, None, None)  # 20 GiB of weights, and 0.8 of the other 80
-    assert memory_of(num_tokens=100) == (0.84, 16, 8)  # in pages, of which one is vLLM's own
-    assert memory_of(num_tokens=64, page_size=32) == (0.84, 32, 3)
+    assert memory_of() == (0.6, None, None)  # 20 GiB of weights, and half of the other 80
+    assert memory_of(num_tokens=100) == (0.6, 16, 8)  # in pages, of which one is vLLM's own
+    assert memory_of(num_tokens=64, page_size=32) == (0.6, 32, 3)
 
 
 def test_compile_modes_on_a_cpu(fake):

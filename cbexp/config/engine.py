@@ -7,7 +7,6 @@ from typing import get_args
 
 from cbexp.checks import check_at_least, check_choice
 from cbexp.drivers.registry import DRIVERS
-from cbexp.engine.settings import MAX_MEMORY_FRACTION
 from cbexp.engine.types import COMPILE_MODES, BatchShape, CBSyncConfig, Fusion, Scheduler
 from cbexp.errors import ConfigError
 
@@ -18,8 +17,8 @@ BLOCK_SHARING = ("auto", "on", "off")
 class CacheConfig:
     """The paged KV cache, sizes in tokens.
 
-    `num_tokens` is rounded up to whole pages; None: what a round needs, within `max_memory_fraction` of the free
-    memory. `page_size` None: 256, or 32 with block sharing; vLLM's is 16.
+    `num_tokens` is rounded up to whole pages; None: what the requests of a round need that run at once, within
+    `max_memory_fraction` of the free memory. `page_size` None: 256, or 32 with block sharing; vLLM's is 16.
     """
 
     name: str = "auto"
@@ -29,7 +28,7 @@ class CacheConfig:
     max_requests_per_batch: int | None = None
     block_sharing: str = "auto"
     scheduler: str = CBSyncConfig.scheduler
-    max_memory_fraction: float = 0.8
+    max_memory_fraction: float = CBSyncConfig.max_memory_fraction
 
     def __post_init__(self) -> None:
         check_choice("cache.block_sharing", self.block_sharing, BLOCK_SHARING)
@@ -37,11 +36,6 @@ class CacheConfig:
         check_at_least("cache.num_tokens", self.num_tokens, 1)
         if self.max_requests_per_batch is not None:
             check_at_least("cache.max_batch_tokens", self.max_batch_tokens, self.max_requests_per_batch)
-        if not 0 < self.max_memory_fraction <= MAX_MEMORY_FRACTION:
-            raise ConfigError(
-                f"cache.max_memory_fraction={self.max_memory_fraction} must be in (0, {MAX_MEMORY_FRACTION}]: the "
-                "rest is for what a step computes."
-            )
 
 
 @dataclass

@@ -15,11 +15,10 @@ from cbexp.drivers.exit_guard import StopsAtExit
 from cbexp.drivers.manager_settings import describe_batching_config
 from cbexp.engine.borrow import borrowed_for_inference
 from cbexp.engine.requests import PromptGroup
-from cbexp.engine.sizing import choose_safety_margin, count_blocks_needed
+from cbexp.engine.sizing import choose_safety_margin, count_blocks, describe_cache_layout
 from cbexp.engine.types import CacheMemoryError, EngineError, UnsupportedModelError
 from cbexp.engine.upstream import (
     child_id,
-    count_rounding_blocks,
     max_request_tokens,
     require_paged_attention,
 )
@@ -122,8 +121,11 @@ class ManagerSession(StopsAtExit):
         """
         self.check_thread()
         self._callers.clear()
-        blocks_needed = count_blocks_needed(
-            groups, self.batching_config.page_size, count_rounding_blocks(self._model.config)
+        blocks_needed = count_blocks(
+            [group.lengths for group in groups],
+            describe_cache_layout(self._model.config),
+            self.batching_config.page_size,
+            shares_blocks=self.shares_blocks,
         )
         self.safety_margin = choose_safety_margin(blocks_needed, int(self._processor.cache.num_blocks))
         with self._manager.pause():

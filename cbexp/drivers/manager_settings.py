@@ -16,8 +16,8 @@ from transformers import PreTrainedConfig
 from transformers.generation.configuration_utils import CompileConfig, ContinuousBatchingConfig
 from transformers.utils.generic import is_flash_attention_requested
 
-from cbexp.drivers.registry import MAX_REQUESTS_PER_BATCH
 from cbexp.engine.settings import MAX_MEMORY_FRACTION, check_device
+from cbexp.engine.sizing import resolve_max_requests
 from cbexp.engine.types import COMPILE_MODES, CBSyncConfig, EngineError
 
 # torch.compile's name of a mode -> upstream's `default_compile_level`, with dynamic shapes.
@@ -50,7 +50,7 @@ def build_batching_config(
         num_blocks=config.num_blocks,
         max_batch_tokens=config.max_batch_tokens,
         max_memory_percent=MAX_MEMORY_FRACTION,
-        max_requests_per_batch=config.max_requests_per_batch or _most_requests(config.num_blocks, config),
+        max_requests_per_batch=min(config.num_blocks, resolve_max_requests(config)),
         max_blocks_per_request=width,
         allow_block_sharing=config.allow_block_sharing,
         use_async_batching=captures and is_flash_attention_requested(model_config),
@@ -99,11 +99,6 @@ def _describe_compile(config: CompileConfig | None) -> dict[str, Any] | None:
     if config is None:
         return None
     return {"mode": config.mode, "dynamic": config.dynamic, "fullgraph": config.fullgraph}
-
-
-def _most_requests(num_blocks: int, config: CBSyncConfig) -> int:
-    """A decoding request has a page of its own, so no more of them than blocks are ever active."""
-    return min(num_blocks, config.max_batch_tokens, MAX_REQUESTS_PER_BATCH)
 
 
 def _block_table_width(

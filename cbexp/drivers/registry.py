@@ -11,9 +11,6 @@ from cbexp.engine.rollout_driver import RolloutDriver
 from cbexp.engine.settings import DECODE_SETTINGS
 from cbexp.engine.types import COMPILE_MODES, ENGINE_ATTENTION, CBSyncConfig, EngineError
 
-# Upstream's own bound on the requests of a batch; with each paged driver alike, so that they compare.
-MAX_REQUESTS_PER_BATCH = 1024
-
 # Of the engine's own decode steps, whatever compiles them.
 STEP_SETTINGS = tuple(name for name in DECODE_SETTINGS if name not in ("compile_mode", "recompile_limit"))
 

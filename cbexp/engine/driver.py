@@ -17,14 +17,17 @@ from transformers import GenerationConfig, PreTrainedModel
 from cbexp.engine.borrow import borrowed_for_inference, exclusive_use
 from cbexp.engine.interrupts import deferring_interrupts
 from cbexp.engine.model_driver import ModelDriver
-from cbexp.engine.requests import PromptGroup, RequestBook, RequestLimits
+from cbexp.engine.requests import GroupLengths, PromptGroup, RequestBook, RequestLimits
 from cbexp.engine.sampling import HeadInputs
 from cbexp.engine.settings import check_config, check_count, check_device
 from cbexp.engine.sizing import (
-    add_spare_blocks,
+    CacheNeed,
+    CacheSize,
     choose_safety_margin,
-    count_blocks_needed,
-    resolve_max_requests,
+    describe_shortage,
+    free_memory_bytes,
+    measure_need,
+    size_cache,
 )
 from cbexp.engine.support import check_transformers_version, require_supported_model
 from cbexp.engine.types import CBSyncConfig, EngineError, StepInfo, UnsupportedModelError
@@ -79,11 +82,13 @@ class SyncCBDriver(ModelDriver):
         check_device(self._config, self._model.device.type)
         resolve_fusion(self._model, self._config.fusion)
         self._num_steps = 0
-        self._rounding_blocks = upstream.count_rounding_blocks(self._model.config)
         self._attention = upstream.attention_name(self._config)
         self._probe()
         # With `num_blocks` set it is built at once and stays; else a drive may ask for a larger one.
-        self._engine = None if self._config.num_blocks is None else self._build(self._config.num_blocks)
+        self._engine: _Engine | None = None
+        if self._config.num_blocks is not None:
+            longest = GroupLengths(self._config.num_blocks * self._config.page_size, 1, 1)
+            self._engine = self._build(self._measure([longest]))
         if self._config.allow_block_sharing and not upstream.can_share_blocks(self._model.config):
             warnings.warn(
                 f"allow_block_sharing=True has no effect with this {type(self._model).__name__}, which has layers with "
@@ -150,9 +155,9 @@ class SyncCBDriver(ModelDriver):
 
     def _drive(self, groups: list[PromptGroup], book: RequestBook) -> None:
         with self._borrowed():
-            needed = count_blocks_needed(groups, self._config.page_size, self._rounding_blocks)
-            engine = self._engine = self._engine_for(needed)
-            margin = choose_safety_margin(needed, engine.batcher.num_blocks)
+            need = self._measure([group.lengths for group in groups])
+            engine = self._engine = self._engine_for(need)
+            margin = choose_safety_margin(need.num_blocks, engine.batcher.num_blocks)
             engine.batcher.begin(book, margin, engine.decoder.max_rows)
             try:
                 with engine.batcher.on_stream():
@@ -194,21 +199,27 @@ class SyncCBDriver(ModelDriver):
                 with deferring_interrupts():
                     engine.reset()
 
-    def _engine_for(self, blocks_needed: int) -> _Engine:
+    def _measure(self, groups: list[GroupLengths]) -> CacheNeed:
+        return measure_need(groups, self._model.config, self._config)
+
+    def _engine_for(self, need: CacheNeed) -> _Engine:
         """The engine, built anew where the model has moved, or where its size is open and too small."""
         engine = self._engine
-        has_open_size = self._config.num_blocks is None
         if engine is not None and engine.batcher.suits(self._model):  # noqa: SIM102 - one question each
-            if not has_open_size or engine.batcher.num_blocks >= blocks_needed:
+            if self._config.num_blocks is not None or engine.size.serves(need):
                 return engine
         self._drop()
-        return self._build(self._config.num_blocks or add_spare_blocks(blocks_needed, self._config))
+        return self._build(need)
 
-    def _build(self, num_blocks: int) -> _Engine:
-        max_requests = resolve_max_requests(self._config, num_blocks)
-        settings = replace(self._config, num_blocks=num_blocks, max_requests_per_batch=max_requests)
+    def _build(self, need: CacheNeed) -> _Engine:
+        model, config = self._model, self._config
+        free_bytes = free_memory_bytes(model.device)
+        size = size_cache(need, model.config, model.dtype, config, free_bytes)
+        shortage = describe_shortage(need, size, config, free_bytes)
+        if shortage is not None:
+            warnings.warn(shortage, stacklevel=2)
         with self._borrowed():
-            return _build_engine(self._model, settings, self._decoding.eos_token_ids)
+            return _build_engine(model, config, size, self._decoding.eos_token_ids)
 
     def _drop(self) -> None:
         """Free the engine's memory. After an exception, out of memory for one, a further call does what is left.
@@ -227,7 +238,6 @@ class SyncCBDriver(ModelDriver):
         """
         settings = replace(
             self._config,
-            num_blocks=1 + self._rounding_blocks,
             max_batch_tokens=self._config.page_size,
             max_requests_per_batch=1,
             max_burst=1,
@@ -240,8 +250,10 @@ class SyncCBDriver(ModelDriver):
             self_check=False,
         )
         group = PromptGroup(range(1), (0,), 2, (), time.perf_counter())
+        need = measure_need([group.lengths], self._model.config, settings)
+        size = CacheSize(need.num_blocks, need.batch_tokens, max_requests_per_batch=1, is_bounded=False)
         with self._borrowed():
-            engine = _build_engine(self._model, settings, ())
+            engine = _build_engine(self._model, settings, size, ())
             try:
                 engine.batcher.begin(RequestBook([group]), safety_margin=0.0, num_slots=1)
                 engine.decoder.begin()
@@ -265,6 +277,7 @@ class _Engine:
 
     batcher: Batcher
     decoder: Decoder | _UpstreamSteps
+    size: CacheSize
 
     def reset(self) -> None:
         """Forget all requests, and give the model's modules back."""
@@ -282,11 +295,11 @@ class _Engine:
 class _UpstreamSteps:
     """Stands in for `Decoder` where the model keeps its own attention: every step is one of transformers' own."""
 
-    max_rows = 0
     stats: dict[str, Any] = {}  # noqa: RUF012 - always empty
 
-    def __init__(self, forward: Forward) -> None:
+    def __init__(self, forward: Forward, max_rows: int) -> None:
         self._forward = forward
+        self.max_rows = max_rows
 
     def begin(self) -> None: ...
     def end(self) -> None: ...
@@ -306,17 +319,25 @@ class _UpstreamSteps:
         raise EngineError("Decode steps alone can be timed with attn_implementation='cbexp' only.")
 
 
-def _build_engine(model: PreTrainedModel, settings: CBSyncConfig, eos_token_ids: tuple[int, ...]) -> _Engine:
+def _build_engine(
+    model: PreTrainedModel, config: CBSyncConfig, size: CacheSize, eos_token_ids: tuple[int, ...]
+) -> _Engine:
     from cbexp.engine.decode import Decoder
     from cbexp.engine.forward import PlainForward
     from cbexp.engine.upstream import Batcher
 
+    settings = replace(
+        config,
+        num_blocks=size.num_blocks,
+        max_batch_tokens=size.max_batch_tokens,
+        max_requests_per_batch=size.max_requests_per_batch,
+    )
     batcher = Batcher(model, settings)
     if not settings.has_engine_attention:
-        return _Engine(batcher, _UpstreamSteps(PlainForward(model, ())))
+        return _Engine(batcher, _UpstreamSteps(PlainForward(model, ()), size.max_requests_per_batch), size)
     with batcher.on_stream():
         decoder = Decoder(model, batcher.page_pools(), settings, eos_token_ids, batcher.max_positions)
-    return _Engine(batcher, decoder)
+    return _Engine(batcher, decoder, size)
 
 
 def _run_step(engine: _Engine) -> StepInfo | None:

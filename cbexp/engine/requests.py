@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from cbexp.engine.types import Completion, FinishReason, RequestTimings
 
@@ -17,6 +17,19 @@ class RequestLimits:
     vocab_size: int
     max_positions: int | None
     max_stored_tokens: int | None
+
+
+class GroupLengths(NamedTuple):
+    """A prompt's tokens, the new tokens that each of its generations may have, and their number."""
+
+    prompt_tokens: int
+    max_new_tokens: int
+    num_generations: int
+
+    @property
+    def num_stored_tokens(self) -> int:
+        """Tokens that one generation puts in the cache: the last one is returned and never fed back."""
+        return self.prompt_tokens + self.max_new_tokens - 1
 
 
 @dataclass(frozen=True)
@@ -38,9 +51,9 @@ class PromptGroup:
         return tuple(f"req_{number}" for number in self.numbers)
 
     @property
-    def num_stored_tokens(self) -> int:
-        """Tokens that one generation puts in the cache: the last one is returned and never fed back."""
-        return len(self.prompt_ids) + self.max_new_tokens - 1
+    def lengths(self) -> GroupLengths:
+        """What the group takes of a cache follows from these."""
+        return GroupLengths(len(self.prompt_ids), self.max_new_tokens, len(self.numbers))
 
 
 class RequestQueue:

@@ -78,6 +78,11 @@ def check_values(config: CBSyncConfig) -> None:
     for name, minimum in MINIMUMS.items():
         if getattr(config, name) is not None:
             _check_at_least(name, getattr(config, name), minimum)
+    if not 0 < config.max_memory_fraction <= MAX_MEMORY_FRACTION:
+        raise ValueError(
+            f"max_memory_fraction={config.max_memory_fraction} must be in (0, {MAX_MEMORY_FRACTION}]: the rest is for "
+            "what a step computes."
+        )
     if config.max_burst > MAX_BURST:
         raise ValueError(f"max_burst={config.max_burst} is too large: at most {MAX_BURST} steps.")
     if not isinstance(config.compile_mode, str) or config.compile_mode not in COMPILE_MODES:
@@ -172,6 +177,7 @@ _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
 _EXPECTED_OF_TYPE: dict[type, tuple[Callable[[Any], bool], str]] = {
     bool: (lambda value: type(value) is bool, "True or False"),
     int: (lambda value: type(value) is int, "a whole number"),
+    float: (lambda value: type(value) in (int, float), "a number"),
 }
 
 

@@ -130,7 +130,9 @@ class CBSyncConfig:
 
     `max_new_tokens` is overridden by a request's own. `eos_token_id`: one id or several; an empty sequence ignores EOS.
     `pad_token_id` is recorded only: rows that pad a batch hold no token. `page_size`, `max_batch_tokens` are in tokens.
-    `num_blocks` None sizes the cache for the largest round so far: one that needs more rebuilds it before it starts.
+    `num_blocks` None sizes the cache for the requests of the largest round so far that run at once, within
+    `max_memory_fraction` of the memory that is free then: the rest is for a trainer's backward, and requests for which
+    there is no room wait. A round that needs more rebuilds the cache before it starts.
     `max_requests_per_batch` None: as many as the largest bucket, else up to 256.
 
     `attn_implementation`: the engine's own attention, with decode steps in bursts; or, by its name, the implementation
@@ -158,6 +160,7 @@ class CBSyncConfig:
     self_check: bool = True
     page_size: int = 256
     num_blocks: int | None = None
+    max_memory_fraction: float = 0.5
     max_batch_tokens: int = 16_384
     max_requests_per_batch: int | None = None
     allow_block_sharing: bool = False

@@ -90,7 +90,7 @@ def summarize_run(
         **{name: compile_stats.get(name) for name in COMPILE_STATS},
         **_memory(timed),
         "bandwidth_bytes_per_s": None if roofline is None else roofline.bandwidth_bytes_per_s,
-        "roofline_fraction": _roofline(timed, timed_requests, roofline),
+        **_roofline(timed, timed_requests, roofline),
         **_determinism(timed, timed_requests, description),
         "settings_without_effect": list(idle),
         "warnings": list(warnings),
@@ -207,20 +207,22 @@ def _peak(timed: Sequence[RoundRecord], field: str) -> float | None:
 
 def _roofline(
     timed: Sequence[RoundRecord], requests: Sequence[RequestRecord], inputs: RooflineInputs | None
-) -> float | None:
-    """Of the mean decode step: its batch times the mean context gives the keys and values read."""
+) -> dict[str, float | None]:
+    """Of the mean decode step: its batch times the mean context gives the distinct keys and values read."""
     summaries = [record.steps for record in timed if record.steps is not None]
     decode = [
         (steps.mean_decode_batch, steps.decode_step_s.mean)
         for steps in summaries
         if steps.mean_decode_batch is not None and steps.decode_step_s is not None
     ]
-    context = mean_decode_context(requests)
-    if inputs is None or not decode or context is None:
-        return None
-    batch = median([batch for batch, _ in decode])
-    step_s = median([step_s for _, step_s in decode])
-    return roofline_fraction(inputs.step_bytes(batch, context), inputs.bandwidth_bytes_per_s, step_s)
+    context = None if inputs is None else mean_decode_context(requests, inputs)
+    fraction = None
+    if inputs is not None and decode and context is not None:
+        batch = median([batch for batch, _ in decode])
+        step_s = median([step_s for _, step_s in decode])
+        step_bytes = inputs.step_bytes(batch, context)
+        fraction = roofline_fraction(step_bytes, inputs.bandwidth_bytes_per_s, step_s)
+    return {"mean_decode_context": context, "roofline_fraction": fraction}
 
 
 def _determinism(

@@ -17,6 +17,7 @@ from transformers.utils.import_utils import (
 
 from cbexp.checks import check_choice
 from cbexp.drivers.registry import DRIVERS, DriverKind
+from cbexp.engine.sizing import MASKED_ATTENTIONS
 from cbexp.engine.types import ENGINE_ATTENTION
 from cbexp.errors import ConfigError, ModelError, NotApplicableError
 from cbexp.model.architecture import causal_model_class
@@ -35,7 +36,7 @@ class AttentionChoice:
     @property
     def is_masked(self) -> bool:
         """Whether it reads an attention mask and repeats keys and values for every query head."""
-        return self.implementation in ("sdpa", "eager")
+        return self.implementation in MASKED_ATTENTIONS
 
 
 @dataclass(frozen=True)

@@ -5,29 +5,22 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
-from cbexp.engine.sizing import add_spare_blocks
-from cbexp.errors import ConfigError, MemoryBudgetError
-from cbexp.model.memory import (
-    CacheCost,
-    cache_tokens_needed,
-    estimate_cache_cost,
+from cbexp.config import name_settings
+from cbexp.engine.requests import GroupLengths
+from cbexp.engine.sizing import (
+    CacheSize,
+    describe_shortage,
     format_gib,
-    request_blocks_needed,
+    measure_need,
+    size_cache,
 )
-from cbexp.planning.plan import RunPlan, what_to_lower
+from cbexp.engine.types import CacheMemoryError, CBSyncConfig
+from cbexp.errors import ConfigError, MemoryBudgetError
+from cbexp.planning.plan import RunPlan
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class CacheSize:
-    """A cache of `num_blocks` blocks, one page of every layer each, and the tokens and requests of the largest step."""
-
-    num_blocks: int
-    max_batch_tokens: int
-    max_requests_per_batch: int
 
 
 def full_lengths(plan: RunPlan, prompt_lengths: Sequence[int]) -> list[int]:
@@ -48,30 +41,52 @@ def check_prompt_lengths(plan: RunPlan, prompt_lengths: Sequence[int]) -> None:
     )
 
 
-def size_cache(
-    plan: RunPlan, prompt_lengths: Sequence[int], num_generations: int, rounding_blocks: int, free_bytes: int
-) -> CacheSize:
-    """Return the cache for a round: the size that was asked for, else what the round needs and `free_bytes` allows.
+def group_lengths(plan: RunPlan, prompt_lengths: Sequence[int]) -> list[GroupLengths]:
+    """Return what each prompt's requests take of a cache."""
+    num_generations = plan.config.dataset.num_generations
+    return [
+        GroupLengths(length, limit, num_generations)
+        for length, limit in zip(prompt_lengths, plan.limits, strict=True)
+    ]
 
-    `rounding_blocks` is what rounding can waste in a model with several kinds of layers.
+
+def round_settings(plan: RunPlan, prompt_lengths: Sequence[int]) -> CBSyncConfig:
+    """Return the engine's settings with the size that the cache was asked for, and no more requests than there are."""
+    num_requests = len(prompt_lengths) * plan.config.dataset.num_generations
+    num_blocks = None if plan.cache_tokens is None else math.ceil(plan.cache_tokens / plan.page_size)
+    return replace(
+        plan.settings,
+        num_blocks=num_blocks,
+        max_requests_per_batch=min(plan.max_requests_per_batch, num_requests),
+    )
+
+
+def size_for_round(plan: RunPlan, prompt_lengths: Sequence[int], free_bytes: int) -> CacheSize:
+    """Return the cache for a round: the size that was asked for, else what the round needs and `free_bytes` allows.
 
     Raises:
         ConfigError: the longest request can never fit the cache that was asked for.
         MemoryBudgetError: it does not fit the memory either.
     """
-    num_requests = len(prompt_lengths) * num_generations
-    max_requests = min(plan.max_requests_per_batch, max(num_requests, num_generations))
-    max_batch_tokens = min(plan.config.cache.max_batch_tokens, sum(prompt_lengths) * num_generations)
-    if plan.cache_tokens is not None:
-        num_blocks = math.ceil(plan.cache_tokens / plan.page_size)
-        _check_longest_fits(plan, num_blocks, prompt_lengths)
-    else:
-        cost = estimate_cache_cost(
-            plan.architecture, plan.dtype, max_batch_tokens, max_requests, is_masked=plan.attention.is_masked
+    settings = round_settings(plan, prompt_lengths)
+    need = measure_need(group_lengths(plan, prompt_lengths), plan.architecture, settings)
+    if settings.num_blocks is not None and need.longest_blocks > settings.num_blocks:
+        index, num_tokens = _find_longest(plan, prompt_lengths)
+        raise ConfigError(
+            f"cache.num_tokens={plan.cache_tokens} holds {settings.num_blocks} pages of {plan.page_size} tokens, and "
+            f"prompt {index} needs {need.longest_blocks} of them for its {num_tokens - 1} tokens "
+            f"({prompt_lengths[index]} prompt + {plan.limits[index]} new). "
+            f"Raise cache.num_tokens to at least {need.longest_blocks * plan.page_size}."
         )
-        needed = _size_for_round(plan, prompt_lengths, num_generations, rounding_blocks, cost, free_bytes)
-        num_blocks = add_spare_blocks(needed, plan.settings)
-    return CacheSize(num_blocks, max_batch_tokens, max_requests)
+    try:
+        size = size_cache(need, plan.architecture, plan.dtype, settings, free_bytes)
+    except CacheMemoryError as error:
+        raise MemoryBudgetError(name_settings(str(error))) from error
+    shortage = describe_shortage(need, size, settings, free_bytes)
+    if shortage is not None:
+        logger.warning(name_settings(shortage))
+        plan.warnings.append(name_settings(shortage))  # so that the summary tells of it too
+    return size
 
 
 def max_requests_in_memory(plan: RunPlan, prompt_lengths: Sequence[int], free_bytes: int) -> int:
@@ -97,52 +112,3 @@ def _find_longest(plan: RunPlan, prompt_lengths: Sequence[int]) -> tuple[int, in
     lengths = full_lengths(plan, prompt_lengths)
     longest = max(lengths)
     return lengths.index(longest), longest
-
-
-def _longest_request(plan: RunPlan, prompt_lengths: Sequence[int]) -> tuple[int, int]:
-    """Tokens that the longest request stores (its last token is returned and never stored), and their blocks."""
-    num_tokens = _find_longest(plan, prompt_lengths)[1] - 1
-    return num_tokens, request_blocks_needed(plan.layout, num_tokens, plan.page_size)
-
-
-def _check_longest_fits(plan: RunPlan, num_blocks: int, prompt_lengths: Sequence[int]) -> None:
-    num_tokens, blocks_needed = _longest_request(plan, prompt_lengths)
-    if blocks_needed > num_blocks:
-        index, _ = _find_longest(plan, prompt_lengths)
-        raise ConfigError(
-            f"cache.num_tokens={plan.cache_tokens} holds {num_blocks} pages of {plan.page_size} tokens, and prompt "
-            f"{index} needs {blocks_needed} of them for its {num_tokens} tokens "
-            f"({prompt_lengths[index]} prompt + {plan.limits[index]} new). "
-            f"Raise cache.num_tokens to at least {blocks_needed * plan.page_size}."
-        )
-
-
-def _size_for_round(
-    plan: RunPlan,
-    prompt_lengths: Sequence[int],
-    num_generations: int,
-    rounding_blocks: int,
-    cost: CacheCost,
-    free_bytes: int,
-) -> int:
-    tokens_needed = cache_tokens_needed(full_lengths(plan, prompt_lengths), num_generations, plan.page_size)
-    blocks_needed = tokens_needed // plan.page_size + rounding_blocks
-    blocks_that_fit = cost.tokens_within(free_bytes * plan.config.cache.max_memory_fraction) // plan.page_size
-    if blocks_needed <= blocks_that_fit:
-        return blocks_needed
-    num_tokens, longest_blocks = _longest_request(plan, prompt_lengths)
-    if blocks_that_fit < longest_blocks + rounding_blocks:
-        least_bytes = cost.total_bytes((longest_blocks + rounding_blocks) * plan.page_size)
-        raise MemoryBudgetError(
-            f"{plan.device} has {format_gib(free_bytes)} free, of which cache.max_memory_fraction="
-            f"{plan.config.cache.max_memory_fraction} may be used, and the longest request ({num_tokens} tokens) takes "
-            f"{format_gib(least_bytes)} with a step's buffers. Lower {what_to_lower(plan)}."
-        )
-    warning = (
-        f"cache=auto: the round needs {blocks_needed * plan.page_size} tokens and {blocks_that_fit * plan.page_size} "
-        f"fit in {plan.config.cache.max_memory_fraction:g} of the free memory ({format_gib(free_bytes)}): "
-        "requests wait for each other."
-    )
-    logger.warning(warning)
-    plan.warnings.append(warning)  # so that the summary tells of it too
-    return blocks_that_fit

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import partial
 from typing import Any
 
 from cbexp.config import ExperimentConfig
 from cbexp.dataset.synthetic import draw_lengths
-from cbexp.model.memory import cache_tokens_needed, estimate_cache_cost, format_gib, free_memory_bytes
-from cbexp.planning.cache_sizing import full_lengths
+from cbexp.engine.sizing import count_blocks, estimate_cache_cost, format_gib, free_memory_bytes, measure_need
+from cbexp.planning.cache_sizing import full_lengths, group_lengths, round_settings
 from cbexp.planning.plan import RunPlan, resolve_plan
 
 # Prompts of text are not read in a dry run; mathematics questions in chat form have 100 to 300 tokens.
@@ -22,9 +24,9 @@ ASSUMED_PROMPT_TOKENS = 256
 class DryRunReport:
     """Bytes and tokens of a job. A request is counted at full length: prompt and all new tokens, in whole pages.
 
-    `cache_tokens_asked` is what was set, else what a round needs. `tokens_that_fit` are what is left of `free_bytes`
-    after the weights, within `cache.max_memory_fraction`; `requests_that_fit` those that run at once, in their order,
-    no more than a batch may have. `advice` is empty when everything fits.
+    `cache_tokens_asked` is what was set, else what the requests need that run at once. `tokens_that_fit` are what is
+    left of `free_bytes` after the weights, within `cache.max_memory_fraction`; `requests_that_fit` those that run at
+    once, no more than a batch may have, were they the longest. `advice` is empty when everything fits.
     """
 
     model: str
@@ -82,13 +84,10 @@ def summarize_dry_run(config: ExperimentConfig) -> DryRunReport:
     """
     plan = resolve_plan(_without_hub(config))
     lengths, is_assumed = _prompt_lengths(config)
-    num_requests = len(lengths) * config.dataset.num_generations
-    at_full_length = full_lengths(plan, lengths)
-    needed = cache_tokens_needed(at_full_length, config.dataset.num_generations, plan.page_size)
-    longest = cache_tokens_needed([max(at_full_length)], 1, plan.page_size)
+    need = measure_need(group_lengths(plan, lengths), plan.architecture, round_settings(plan, lengths))
     free_bytes = free_memory_bytes(plan.device)
-    tokens_that_fit = _tokens_that_fit(plan, lengths, config.dataset.num_generations, free_bytes)
-    asked = plan.cache_tokens or needed
+    tokens_that_fit = _tokens_that_fit(plan, need.batch_tokens, free_bytes)
+    asked = plan.cache_tokens or need.num_blocks * plan.page_size
     report = DryRunReport(
         model=_describe_model(config),
         device=str(plan.device),
@@ -100,14 +99,13 @@ def summarize_dry_run(config: ExperimentConfig) -> DryRunReport:
         sliding_layers=_describe_sliding_layers(plan),
         free_bytes=free_bytes,
         page_size=plan.page_size,
-        longest_request_tokens=longest,
+        longest_request_tokens=math.ceil((max(full_lengths(plan, lengths)) - 1) / plan.page_size)
+        * plan.page_size,
         is_prompt_length_assumed=is_assumed,
-        num_requests=num_requests,
+        num_requests=len(lengths) * config.dataset.num_generations,
         cache_tokens_asked=asked,
         tokens_that_fit=tokens_that_fit,
-        requests_that_fit=_count_fitting(
-            plan, at_full_length, config.dataset.num_generations, min(asked, tokens_that_fit)
-        ),
+        requests_that_fit=_count_fitting(plan, lengths, min(asked, tokens_that_fit)),
         advice=[],
         warnings=plan.warnings,
     )
@@ -133,44 +131,34 @@ def _prompt_lengths(config: ExperimentConfig) -> tuple[list[int], bool]:
     return [ASSUMED_PROMPT_TOKENS] * config.dataset.num_prompts, True
 
 
-def _tokens_that_fit(
-    plan: RunPlan, prompt_lengths: Sequence[int], num_generations: int, free_bytes: int
-) -> int:
+def _tokens_that_fit(plan: RunPlan, batch_tokens: int, free_bytes: int) -> int:
     budget_bytes = (free_bytes - plan.weights.num_bytes) * plan.config.cache.max_memory_fraction
     if not plan.kind.has_paged_cache:
         return max(0, int(budget_bytes // plan.kv_bytes_per_token))
-    max_batch_tokens = min(plan.config.cache.max_batch_tokens, sum(prompt_lengths) * num_generations)
-    cost = estimate_cache_cost(
-        plan.architecture,
-        plan.dtype,
-        max_batch_tokens,
-        plan.max_requests_per_batch,
-        is_masked=plan.attention.is_masked,
-    )
+    settings, max_requests = plan.settings, plan.max_requests_per_batch
+    cost = estimate_cache_cost(plan.architecture, plan.dtype, settings, batch_tokens, max_requests)
     return cost.tokens_within(budget_bytes) // plan.page_size * plan.page_size
 
 
-def _count_fitting(
-    plan: RunPlan, at_full_length: Sequence[int], num_generations: int, num_tokens: int
-) -> int:
-    """How many requests `num_tokens` hold at full length, in their order, up to the largest batch."""
-    needs = (
-        cache_tokens_needed([length], 1, plan.page_size)
-        for length in at_full_length
-        for _ in range(num_generations)
+def _count_fitting(plan: RunPlan, prompt_lengths: Sequence[int], num_tokens: int) -> int:
+    """How many requests `num_tokens` hold at full length, the longest first, up to the largest batch."""
+    blocks_of = partial(
+        count_blocks,
+        group_lengths(plan, prompt_lengths),
+        plan.layout,
+        plan.page_size,
+        shares_blocks=plan.block_sharing,
     )
-    num_fitting = sum(total <= num_tokens for total in accumulate(needs))
-    return min(num_fitting, plan.max_requests_per_batch)
+    num_requests = len(prompt_lengths) * plan.config.dataset.num_generations
+    possible = range(1, min(num_requests, plan.max_requests_per_batch) + 1)
+    return bisect_right(possible, num_tokens // plan.page_size, key=lambda n: blocks_of(max_rows=n))
 
 
 def _describe_sliding_layers(plan: RunPlan) -> str | None:
     layout = plan.layout
     if layout.num_sliding_layers == 0:
         return None
-    return (
-        f"{layout.num_sliding_layers} of {layout.num_layers}, which keep the last {layout.sliding_window:,} tokens: "
-        "longer requests take less than said here"
-    )
+    return f"{layout.num_sliding_layers} of {layout.num_layers}, which keep the last {layout.sliding_window:,} tokens"
 
 
 def _advise(plan: RunPlan, report: DryRunReport) -> list[str]:

@@ -13,22 +13,20 @@ from transformers import PreTrainedConfig
 
 from cbexp.config import ExperimentConfig, IdleSetting, find_idle_settings
 from cbexp.dataset.completion_limits import load_completion_limits
-from cbexp.drivers.registry import MAX_REQUESTS_PER_BATCH, STEP_SETTINGS, DriverKind
+from cbexp.drivers.registry import STEP_SETTINGS, DriverKind
+from cbexp.engine.sizing import (
+    DEFAULT_MAX_REQUESTS,
+    CacheLayout,
+    describe_cache_layout,
+    free_memory_bytes,
+    kv_bytes_per_token,
+)
 from cbexp.engine.types import ENGINE_ATTENTION, CBSyncConfig
 from cbexp.errors import ConfigError
 from cbexp.model.attention_choice import AttentionChoice, resolve_attention
 from cbexp.model.device import resolve_device, resolve_dtype
 from cbexp.model.loading import load_architecture
-from cbexp.model.memory import (
-    CacheLayout,
-    WeightSize,
-    check_fits,
-    describe_cache_layout,
-    free_memory_bytes,
-    kv_bytes_per_token,
-    measure_weights,
-    total_memory_bytes,
-)
+from cbexp.model.memory import WeightSize, check_fits, measure_weights, total_memory_bytes
 from cbexp.planning.compile_cache import uses_compile_cache
 from cbexp.planning.compile_choice import choose_compile_mode
 from cbexp.planning.plan_warnings import (
@@ -263,5 +261,5 @@ def _resolve_max_requests(config: ExperimentConfig, buckets: Sequence[int] | Non
     num_requests = config.dataset.num_prompts * config.dataset.num_generations
     if not config.driver_kind.has_paged_cache:
         return num_requests
-    bound = max(MAX_REQUESTS_PER_BATCH, config.dataset.num_generations) if buckets is None else buckets[-1]
+    bound = max(DEFAULT_MAX_REQUESTS, config.dataset.num_generations) if buckets is None else buckets[-1]
     return min(num_requests, bound, config.cache.max_batch_tokens)

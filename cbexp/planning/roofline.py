@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
 from cbexp.engine.roofline import decode_step_bytes, measure_read_bandwidth
+from cbexp.engine.sizing import count_shared_tokens
 from cbexp.metrics import RooflineInputs
 from cbexp.planning.plan import RunPlan
 
@@ -23,4 +25,10 @@ def measure_roofline(plan: RunPlan, model: Any) -> RooflineInputs:
     def step_bytes(batch: float, context: float) -> float:
         return decode_step_bytes(plan.architecture, sizes, round(batch), round(context)).total_bytes
 
-    return RooflineInputs(measure_read_bandwidth(plan.device), step_bytes)
+    shared_tokens = partial(count_shared_tokens, page_size=plan.page_size)
+    return RooflineInputs(
+        measure_read_bandwidth(plan.device),
+        step_bytes,
+        num_generations=plan.config.dataset.num_generations,
+        **({"shared_tokens": shared_tokens} if plan.block_sharing else {}),
+    )

@@ -93,10 +93,13 @@ def _mean_decode_batch(run: Run) -> float | None:
 
 
 def _mean_context(run: Run) -> float | None:
-    """Mean number of tokens that a decode step attends to, as in `cbexp.metrics.mean_decode_context`.
+    """Mean number of tokens that a decode step reads for a row, as in `cbexp.metrics.mean_decode_context`.
 
-    Without records of requests it is known only for a fixed length: prompt + new tokens / 2.
+    Older records lack it: there it is that of the requests, or for a fixed length prompt + new tokens / 2.
     """
+    recorded = positive_number(run.summary, "mean_decode_context")
+    if recorded is not None:
+        return recorded
     num_decoded, num_read = 0.0, 0.0
     timed = {number(timed.record, "round_index") for timed in run.rounds}
     for row in Reader(run.folder).read_rows("requests.jsonl"):

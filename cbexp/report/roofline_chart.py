@@ -15,7 +15,7 @@ HEIGHT_PX = 400
 LOG_FROM = 12.0  # rates further apart than this get a logarithmic axis
 WITH_CEILING = (
     "The line is the memory roofline: batch times measured bandwidth / bytes of a step (weights once, keys and values "
-    "of every row)."
+    "of every row, those that a group shares once)."
 )
 WITHOUT_CEILING = "No roofline: memory bandwidth is measured on GPUs only."
 

@@ -3,8 +3,6 @@
 import pytest
 
 from cbexp.engine.driver import _Engine
-from cbexp.engine.requests import PromptGroup
-from cbexp.engine.sizing import count_blocks_needed
 from tests.engine.driving import count_referenced_blocks, drive
 
 NUM_NEW = 12
@@ -43,12 +41,6 @@ def test_a_round_that_needs_more_makes_the_cache_grow(shared_model, make_driver,
         check_drive("qwen3", make_prompts(lengths), driver=driver)
         sizes.append(driver.resolved["num_blocks"])
     assert sizes[0] < sizes[1] == sizes[2]
-
-
-def test_blocks_needed_by_hand():
-    # 9 + 8 - 1 = 16 stored tokens are two pages of 8, times three generations; 1 + 1 - 1 = 1 token is one page.
-    nine, one = PromptGroup(range(3), (5,) * 9, 8, (), 0.0), PromptGroup(range(3, 4), (1,), 1, (), 0.0)
-    assert count_blocks_needed([nine, one], page_size=8, rounding_blocks=2) == 3 * 2 + 1 + 2
 
 
 # Several generations of a prompt

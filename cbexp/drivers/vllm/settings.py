@@ -17,9 +17,10 @@ from cbexp.drivers.vllm.model_folder import find_model_folder, write_config_fold
 from cbexp.drivers.vllm.python import find_python, find_pythonpath
 from cbexp.drivers.vllm.start import VllmConfig
 from cbexp.engine.requests import RequestLimits
+from cbexp.engine.sizing import measure_need
 from cbexp.errors import ConfigError
-from cbexp.model.memory import cache_tokens_needed, total_memory_bytes
-from cbexp.planning.cache_sizing import full_lengths
+from cbexp.model.memory import total_memory_bytes
+from cbexp.planning.cache_sizing import full_lengths, group_lengths, round_settings
 from cbexp.planning.plan import RunPlan
 
 # compile.mode -> arguments of vLLM's `LLM`.
@@ -87,7 +88,7 @@ def _engine_arguments(plan: RunPlan, prompt_lengths: Sequence[int]) -> dict[str,
         ),
         "enable_prefix_caching": plan.block_sharing,
         "disable_log_stats": not config.driver.request_times,
-        **_memory_arguments(plan, prompt_lengths, config.dataset.num_generations),
+        **_memory_arguments(plan, prompt_lengths),
         **({} if config.compile.mode == "auto" else COMPILE_ARGUMENTS[plan.compile_mode]),
     }
     if config.cache.page_size is not None:
@@ -117,15 +118,16 @@ def _max_model_len(plan: RunPlan, prompt_lengths: Sequence[int]) -> int:
     return min(rounded, *(bound for bound in bounds if bound is not None))
 
 
-def _memory_arguments(plan: RunPlan, prompt_lengths: Sequence[int], num_generations: int) -> dict[str, Any]:
+def _memory_arguments(plan: RunPlan, prompt_lengths: Sequence[int]) -> dict[str, Any]:
     """On a GPU a cache of as many pages as asked for, or the share of its memory that `cache` gives to the others too.
 
     There `max_memory_fraction` is of what the weights leave; vLLM's is of all, weights included.
     """
     if plan.device.type != "cuda":
-        num_tokens = plan.cache_tokens or cache_tokens_needed(
-            full_lengths(plan, prompt_lengths), num_generations, plan.page_size
-        )
+        num_tokens = plan.cache_tokens
+        if num_tokens is None:
+            groups, settings = group_lengths(plan, prompt_lengths), round_settings(plan, prompt_lengths)
+            num_tokens = measure_need(groups, plan.architecture, settings).num_blocks * plan.page_size
         return {"kv_cache_memory_bytes": num_tokens * plan.kv_bytes_per_token}
     share_of_weights = plan.weights.num_bytes / total_memory_bytes(plan.device)
     utilization = share_of_weights + plan.config.cache.max_memory_fraction * (1 - share_of_weights)

@@ -6,7 +6,6 @@ from cbexp.engine.upstream.build import (
     can_share_blocks,
     check_attention,
     child_id,
-    count_rounding_blocks,
     max_request_tokens,
     require_paged_attention,
 )
@@ -17,7 +16,6 @@ __all__ = [
     "can_share_blocks",
     "check_attention",
     "child_id",
-    "count_rounding_blocks",
     "max_request_tokens",
     "require_paged_attention",
 ]

@@ -15,9 +15,9 @@ Admission = Literal["upstream", "prefill_only", "closed"]
 class AdmissionControl:
     """Goes before one of transformers' scheduler classes among the bases of a class.
 
-    `admission`: "upstream" leaves everything to transformers. "prefill_only" schedules no decoding request, admits no
-    more than `num_slots` requests in all (forks to come counted) and evicts none while something decodes. "closed"
-    admits nothing.
+    No more than `num_slots` requests are admitted in all, forks to come counted. `admission`: "upstream" leaves the
+    rest to transformers. "prefill_only" schedules no decoding request, and evicts none while something decodes.
+    "closed" admits nothing.
     """
 
     admission: Admission = "upstream"
@@ -63,8 +63,6 @@ class AdmissionControl:
 
     def _get_waiting_candidates(self) -> list[Any]:
         candidates: list[Any] = super()._get_waiting_candidates()  # type: ignore[misc]
-        if self.admission == "upstream":
-            return candidates
         return [] if self.admission == "closed" else self._candidates_with_a_slot(candidates)
 
     def _candidates_with_a_slot(self, candidates: list[Any]) -> list[Any]:

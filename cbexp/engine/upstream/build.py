@@ -93,15 +93,6 @@ def require_paged_attention(config: PreTrainedConfig) -> None:
         )
 
 
-def count_rounding_blocks(config: PreTrainedConfig) -> int:
-    """Blocks that rounding to sectors can waste: up to a sector for each attention type beyond the first.
-
-    A sector is the least common multiple of the types' block sizes, and a block has one page of every layer.
-    """
-    layer_counts = [len(layers) for layers in _group_layers(config).values()]
-    return math.ceil((len(layer_counts) - 1) * math.lcm(*layer_counts) / sum(layer_counts))
-
-
 def attention_name(config: CBSyncConfig) -> str:
     """The attention that runs, by the name that transformers knows."""
     return ATTENTION_NAME if config.has_engine_attention else config.attn_implementation

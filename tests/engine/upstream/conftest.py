@@ -9,6 +9,9 @@ def make_processor(shared_model):
     """(family, settings) -> transformers' processor with the engine's scheduler, on a cache of its own."""
 
     def make(family="qwen3", **changes):
-        return build_processor(shared_model(family), settings_for(shared_model(family), **changes))
+        settings = settings_for(shared_model(family), **changes)
+        processor = build_processor(shared_model(family), settings)
+        processor.scheduler.num_slots = settings.max_requests_per_batch
+        return processor
 
     return make

@@ -51,9 +51,9 @@ def schedule(processor):
         # Four of eight blocks are free.
         (4, {"num_blocks": 8, "safety_margin": 0.75}, {"a": 4}, ([], 0), "a"),
         (4, {"num_blocks": 8, "safety_margin": 0.5}, {"a": 4}, (["a"], 4), ""),
-        # Batches of what decodes admit nobody, or as transformers does.
+        # Batches of what decodes admit nobody, or whom there is a slot for.
         (2, {"admission": "closed"}, {"a": 4}, (["d0", "d1"], 2), "a"),
-        (2, {"admission": "upstream", "num_slots": 2}, {"a": 4}, (["d0", "d1", "a"], 6), ""),
+        (2, {"admission": "upstream", "num_slots": 3}, {"a": 4, "b": 4}, (["d0", "d1", "a"], 6), "b"),
     ],
 )
 def test_a_batch(start, num_decoding, settings, waiting, batch, still_waiting):

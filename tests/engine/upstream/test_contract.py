@@ -19,7 +19,8 @@ from transformers.generation.continuous_batching.distributed import DistributedH
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING
 
-from cbexp.engine import CBSyncConfig, support
+from cbexp.engine import CBSyncConfig, sizing, support
+from cbexp.engine.requests import GroupLengths
 from cbexp.engine.upstream import Batcher, build
 from cbexp.engine.upstream.admission import AdmissionControl
 from tests.engine.upstream.processors import new_group, run_step, settings_for, submit
@@ -157,14 +158,14 @@ def test_the_block_table_holds_the_longest_request():
 
 
 @pytest.mark.parametrize("num_sliding", [1, 2, 4])
-@relied_on_by(build.count_rounding_blocks)
-def test_blocks_to_spare_cover_what_sectors_round_away(new_model, num_sliding):
-    """Requests that need n blocks of each kind fit in n and those, whatever n."""
+@relied_on_by(sizing.count_blocks)
+def test_blocks_that_are_counted_cover_what_sectors_round_away(new_model, num_sliding):
     kinds = ["sliding_attention"] * num_sliding + ["full_attention"] * (5 - num_sliding)
     model = new_model("gemma3", layer_types=kinds)
-    num_spare = build.count_rounding_blocks(model.config)
+    layout = sizing.describe_cache_layout(model.config)
     for num_requests in range(1, 12):
-        cache = build.build_processor(model, settings_for(model, num_blocks=num_requests + num_spare)).cache
+        num_blocks = sizing.count_blocks([GroupLengths(8, 1, num_requests)], layout, 8, shares_blocks=True)
+        cache = build.build_processor(model, settings_for(model, num_blocks=num_blocks)).cache
         for index in range(num_requests):
             assert cache.can_store_request_tokens(RequestState(str(index), []), 8)
 
