@@ -101,7 +101,7 @@ def test_the_device_waits_for_a_slow_host_between_bursts_and_batches(
         return run_step(*args)
 
     monkeypatch.setattr(driver_module, "_run_step", run_step_late)
-    idle = driver._engine.decoder._idle = CountingIdle()
+    idle = driver._engine.decoder.record.idle = CountingIdle()
     assert drive(driver, prompts) == expected
     assert {step.kind for step in driver.steps} == {"prefill", "decode"}
     assert idle.num_spans == len(driver.steps)
