@@ -278,6 +278,7 @@ class _Engine:
         """Free graphs and cache."""
         self.batcher.wait_for_device()
         self.decoder.close()
+        del self.decoder  # its buffers are on the cache, whose memory the batcher gives back to the device
         self.batcher.close()
 
 
