@@ -30,7 +30,7 @@ class Decoder:
 
     The model must run the engine's attention whenever something runs. Everything is put on the current stream, in
     order; only `run` waits for the device. `max_requests_per_batch` is set in `settings`. `max_positions` bounds the
-    positions that steps reach. `record` goes on (None: a new one).
+    positions that steps reach. `record`: that of the decoders before (None: a new one).
     """
 
     def __init__(

@@ -12,7 +12,7 @@ from cbexp.engine.decode.timing import DeviceIdle
 
 @dataclass
 class DecodeRecord:
-    """Each decoder of a driver goes on with that of the one before. `checks` has every self-check that was passed."""
+    """One for all decoders of a driver. `checks`: every self-check that was passed, in order."""
 
     counts: CompileStats = field(default_factory=CompileStats)
     idle: DeviceIdle = field(default_factory=DeviceIdle)

@@ -53,7 +53,7 @@ def build_runner(
 
 
 class GraphRunner:
-    """A `StepRunner` by replay of captured steps, on the stream that is current, as it is when this is built.
+    """A `StepRunner` by replay of captured steps, on the stream that is current.
 
     All graphs share a memory pool. Prepare the largest batch size first: the smaller ones then fit in the memory of its
     intermediate results.
@@ -63,8 +63,8 @@ class GraphRunner:
         self._steps = steps
         self._device = device
         self._mode = mode
-        # For each stream that multiplies, the vendor's library keeps a workspace (32 MiB on an H200) until the process
-        # ends. Only the default stream cannot be captured.
+        # The current one, since cuBLAS keeps a workspace for each stream that multiplies (32 MiB on an H200), until the
+        # process ends. Only the default stream cannot be captured.
         stream = torch.cuda.current_stream(device)
         is_default = stream == torch.cuda.default_stream(device)
         self._capture_stream = torch.cuda.Stream(device) if is_default else stream
