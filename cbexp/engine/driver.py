@@ -33,7 +33,7 @@ from cbexp.engine.support import check_transformers_version, require_supported_m
 from cbexp.engine.types import CBSyncConfig, EngineError, StepInfo, UnsupportedModelError
 
 if TYPE_CHECKING:
-    from cbexp.engine.decode import Decoder
+    from cbexp.engine.decode import Decoder, DecodeRecord
     from cbexp.engine.forward import Forward
     from cbexp.engine.upstream import Batcher
 
@@ -82,6 +82,7 @@ class SyncCBDriver(ModelDriver):
         check_device(self._config, self._model.device.type)
         resolve_fusion(self._model, self._config.fusion)
         self._num_steps = 0
+        self._record: DecodeRecord | None = None  # of all decoders, from the first one on
         self._attention = upstream.attention_name(self._config)
         self._probe()
         # With `num_blocks` set it is built at once and stays; else a drive may ask for a larger one.
@@ -109,12 +110,11 @@ class SyncCBDriver(ModelDriver):
 
     @property
     def compile_stats(self) -> dict[str, Any]:
-        """What compiling and capturing took, as `CompileStats`, what self-checks found, and `device_idle_share`.
+        """As `DecodeRecord.summarize`, over the driver's whole life; after `close`, too.
 
-        That is the part of drives in which the device waited between bursts and batches of prompts (None: no GPU, or a
-        mode without graphs). Empty where every step is one of transformers' own, and before there is a cache.
+        Empty where every step is one of transformers' own, and before there is a cache.
         """
-        return {} if self._engine is None else self._engine.decoder.stats
+        return {} if self._record is None else self._record.summarize()
 
     def warmup(self) -> None:
         """Compile and capture for every batch size; without `num_blocks` the first drives do so as they go."""
@@ -219,7 +219,9 @@ class SyncCBDriver(ModelDriver):
         if shortage is not None:
             warnings.warn(shortage, stacklevel=2)
         with self._borrowed():
-            return _build_engine(model, config, size, self._decoding.eos_token_ids)
+            engine = _build_engine(model, config, size, self._decoding.eos_token_ids, self._record)
+        self._record = engine.decoder.record
+        return engine
 
     def _drop(self) -> None:
         """Free the engine's memory. After an exception, out of memory for one, a further call does what is left.
@@ -289,13 +291,14 @@ class _Engine:
         """Free graphs and cache."""
         self.batcher.wait_for_device()
         self.decoder.close()
+        del self.decoder  # its buffers are on the cache, whose memory the batcher gives back to the device
         self.batcher.close()
 
 
 class _UpstreamSteps:
     """Stands in for `Decoder` where the model keeps its own attention: every step is one of transformers' own."""
 
-    stats: dict[str, Any] = {}  # noqa: RUF012 - always empty
+    record = None
 
     def __init__(self, forward: Forward, max_rows: int) -> None:
         self._forward = forward
@@ -320,7 +323,11 @@ class _UpstreamSteps:
 
 
 def _build_engine(
-    model: PreTrainedModel, config: CBSyncConfig, size: CacheSize, eos_token_ids: tuple[int, ...]
+    model: PreTrainedModel,
+    config: CBSyncConfig,
+    size: CacheSize,
+    eos_token_ids: tuple[int, ...],
+    record: DecodeRecord | None = None,
 ) -> _Engine:
     from cbexp.engine.decode import Decoder
     from cbexp.engine.forward import PlainForward
@@ -336,7 +343,7 @@ def _build_engine(
     if not settings.has_engine_attention:
         return _Engine(batcher, _UpstreamSteps(PlainForward(model, ()), size.max_requests_per_batch), size)
     with batcher.on_stream():
-        decoder = Decoder(model, batcher.page_pools(), settings, eos_token_ids, batcher.max_positions)
+        decoder = Decoder(model, batcher.page_pools(), settings, eos_token_ids, batcher.max_positions, record)
     return _Engine(batcher, decoder, size)
 
 

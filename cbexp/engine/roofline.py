@@ -143,7 +143,7 @@ def _embedding(params: Mapping[str, Tensor]) -> Tensor:
 
 
 def _allocate_buffer(device: torch.device) -> Tensor:
-    """Random float32 values (zeros cost less power, and are read faster on some cards)."""
+    """Random float32 values (zeros cost less power, and are read faster on some cards), of a generator of its own."""
     free_bytes, _ = torch.cuda.mem_get_info(device)
     free_bytes += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     num_bytes = min(BUFFER_BYTES, free_bytes // 4)
@@ -153,7 +153,8 @@ def _allocate_buffer(device: torch.device) -> Tensor:
             f"the free memory, and {free_bytes / 2**30:.2f} GiB are free: measure before the cache is built."
         )
     num_columns = num_bytes // (4 * NUM_SUM_ROWS) // 1024 * 1024
-    return torch.randn(NUM_SUM_ROWS, num_columns, device=device)
+    generator = torch.Generator(device)
+    return torch.randn(NUM_SUM_ROWS, num_columns, generator=generator, dtype=torch.float32, device=device)
 
 
 def _read_launches(buffer: Tensor) -> Iterator[Callable[[], object]]:
@@ -163,7 +164,8 @@ def _read_launches(buffer: Tensor) -> Iterator[Callable[[], object]]:
         return
     from cbexp.engine.kernels.read_stream import READ_TILES, sum_chunks
 
-    sums = torch.empty(buffer.numel() // min(tile.chunk_size for tile in READ_TILES), device=buffer.device)
+    num_sums = buffer.numel() // min(tile.chunk_size for tile in READ_TILES)
+    sums = torch.empty(num_sums, dtype=buffer.dtype, device=buffer.device)
     for tile in READ_TILES:
         yield partial(sum_chunks, buffer, sums, tile)
 

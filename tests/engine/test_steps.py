@@ -1,7 +1,9 @@
-"""What is recorded of steps and of requests' times."""
+"""What is recorded of steps, of requests' times, and of compiling over a driver's life."""
 
 import pytest
+from torch import nn
 
+from cbexp.engine.types import COMPILE_MODES
 from tests.engine.driving import drive
 
 
@@ -67,3 +69,45 @@ def test_a_fork_has_the_times_of_its_own_first_step(shared_model, make_driver, p
     assert {one.scheduled_s for one in times[2::2]} == {driver.steps[0].start_s}
     assert {one.scheduled_s for one in times[3::2]} == {driver.steps[1].start_s}
     assert {one.finished_s for one in times} == {driver.steps[-1].end_s}
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "eager",
+        pytest.param("default", marks=pytest.mark.slow),
+        pytest.param("cuda_graph", marks=pytest.mark.gpu),
+        pytest.param("reduce_overhead", marks=pytest.mark.gpu),
+    ],
+)
+def test_stats_go_on_over_a_larger_cache_and_other_weights(new_model, make_driver, prompts, mode):
+    """Each of both comes with programs and graphs of its own, in place of those before; the check of each counts.
+
+    A check replays one step, and a drive of twelve tokens eleven.
+    """
+    is_compiled, has_graphs = (
+        COMPILE_MODES[mode].torch_mode is not None,
+        COMPILE_MODES[mode].graphs is not None,
+    )
+    model = new_model("qwen3", num_hidden_layers=1, head_dim=16).to("cuda" if has_graphs else "cpu")
+    driver = make_driver(model, compile_mode=mode, fusion="projections", buckets=(2,))
+    assert driver.compile_stats == {}
+    before, num_blocks = {"compile_s": 0.0, "capture_s": 0.0, "max_logit_error": 0.0}, []
+    for num_times, prompt in enumerate((prompts[2], prompts[-1], prompts[-1]), start=1):
+        if num_times == 3:
+            model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+        drive(driver, [prompt])
+        num_blocks.append(driver.resolved["num_blocks"])
+        stats = driver.compile_stats
+        assert stats["programs"] == num_times * is_compiled
+        assert (stats["graphs"], stats["replays"]) == (has_graphs, num_times * (1 + 11) * has_graphs)
+        assert (stats["recompiles"], stats["graph_breaks"]) == (0, 0)
+        assert (stats["compile_s"] > before["compile_s"]) == is_compiled
+        assert (stats["capture_s"] > before["capture_s"]) == (COMPILE_MODES[mode].graphs == "engine")
+        assert stats["max_logit_error"] >= before["max_logit_error"]
+        assert len(driver._record.checks) == num_times
+        assert [result["bucket"] for result in driver.resolved["self_check_results"]] == [2]
+        before = stats
+    assert num_blocks[0] < num_blocks[1] == num_blocks[2]
+    driver.close()
+    assert driver.compile_stats == before | {"graphs": 0}

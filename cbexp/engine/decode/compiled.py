@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from cbexp.engine.buffers import ROW_STATE, DecodeBuffers
-from cbexp.engine.decode.step import EagerSteps, run_step
+from cbexp.engine.decode.step import CompileStats, EagerSteps, run_step
 from cbexp.engine.forward import Forward
 from cbexp.engine.interrupts import deferring_interrupts
 from cbexp.engine.operators import declare_operators
@@ -45,15 +45,17 @@ class CompiledSteps(EagerSteps):
         self,
         forward: Forward,
         buffers: DecodeBuffers,
+        stats: CompileStats,
         mode: str,
         recompile_limit: int | None,
         parameters: Sequence[nn.Parameter],
     ) -> None:
-        super().__init__(forward, buffers)
+        super().__init__(forward, buffers, stats)
         self._mode = mode
         self._recompile_limit = recompile_limit
         self._parameters = parameters
         self._warmed: set[int] = set()
+        self._num_programs = 0
 
         def step(rows: DecodeBuffers) -> None:
             run_step(forward, rows)
@@ -88,7 +90,7 @@ class CompiledSteps(EagerSteps):
         start_s = time.perf_counter()
         super().warm(bucket, num_runs)
         self.stats.compile_s += time.perf_counter() - start_s
-        if self.stats.programs == 0:
+        if self._num_programs == 0:
             raise EngineError(
                 f"{self._mode} compiled nothing: torch.compile is switched off in this process "
                 "(TORCH_COMPILE_DISABLE, TORCHDYNAMO_DISABLE or a stance)."
@@ -111,6 +113,7 @@ class CompiledSteps(EagerSteps):
     def _count(self, bucket: int, before: _CompilerCounts) -> None:
         now = _read_compiler_counts()
         num_new = now.programs - before.programs
+        self._num_programs += num_new
         self.stats.programs += num_new
         self.stats.recompiles += num_new if bucket in self._warmed else 0
         self.stats.graph_breaks += now.graph_breaks - before.graph_breaks
@@ -144,6 +147,7 @@ class GraphTreeSteps(CompiledSteps):
         self,
         forward: Forward,
         buffers: DecodeBuffers,
+        stats: CompileStats,
         mode: str,
         recompile_limit: int | None,
         parameters: Sequence[nn.Parameter],
@@ -153,7 +157,7 @@ class GraphTreeSteps(CompiledSteps):
         self._mark_static([buffers.step, buffers.eos_ids, *buffers.block_tables.values()])
         for layer in buffers.layers:
             self._mark_static([layer.pages, layer.page_offset])
-        super().__init__(forward, buffers, mode, recompile_limit, parameters)
+        super().__init__(forward, buffers, stats, mode, recompile_limit, parameters)
 
     @contextmanager
     def session(self, bucket: int) -> Iterator[None]:
@@ -192,6 +196,7 @@ class GraphTreeSteps(CompiledSteps):
     def close(self) -> None:
         """Drop the programs, and with them their graphs; the tensors lose their marks."""
         super().close()
+        self.stats.graphs = 0
         for tensor in self._static:
             if hasattr(tensor, "_dynamo_static_input_type"):
                 del tensor._dynamo_static_input_type

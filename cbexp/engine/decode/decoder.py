@@ -13,11 +13,12 @@ from transformers import PreTrainedModel
 
 from cbexp.engine.attention import describe_attention_path
 from cbexp.engine.buffers import DecodeRow, PagePool, RowUpload, allocate_buffers
+from cbexp.engine.decode.record import DecodeRecord
 from cbexp.engine.decode.runners import build_runner
-from cbexp.engine.decode.self_check import SelfCheckResult, check_bucket, summarize_errors
+from cbexp.engine.decode.self_check import check_bucket
 from cbexp.engine.decode.shapes import build_batch_shapes, choose_burst_length
-from cbexp.engine.decode.step import CompileStats, StepRunner
-from cbexp.engine.decode.timing import DeviceIdle, time_decode_steps
+from cbexp.engine.decode.step import StepRunner
+from cbexp.engine.decode.timing import time_decode_steps
 from cbexp.engine.forward import ForwardChoice
 from cbexp.engine.interrupts import deferring_interrupts
 from cbexp.engine.sampling import HeadInputs
@@ -29,7 +30,7 @@ class Decoder:
 
     The model must run the engine's attention whenever something runs. Everything is put on the current stream, in
     order; only `run` waits for the device. `max_requests_per_batch` is set in `settings`. `max_positions` bounds the
-    positions that steps reach.
+    positions that steps reach. `record`: that of the decoders before (None: a new one).
     """
 
     def __init__(
@@ -39,8 +40,10 @@ class Decoder:
         settings: CBSyncConfig,
         eos_token_ids: tuple[int, ...],
         max_positions: int,
+        record: DecodeRecord | None = None,
     ) -> None:
         assert settings.max_requests_per_batch is not None
+        self.record = record or DecodeRecord()
         self._model = model
         self._settings = settings
         self._has_eos = bool(eos_token_ids)
@@ -61,8 +64,7 @@ class Decoder:
         self._fetched = torch.empty_like(self._buffers.outputs, device="cpu", pin_memory=self._is_cuda)
         self._runner: StepRunner | None = None
         self._prepared: set[int] = set()
-        self._checks: dict[int, SelfCheckResult] = {}
-        self._idle = DeviceIdle()
+        self._has_graphs = COMPILE_MODES[settings.compile_mode].graphs is not None
 
     @property
     def max_rows(self) -> int:
@@ -86,7 +88,7 @@ class Decoder:
 
     def begin(self) -> None:
         """Take the model over for a drive; what was compiled or captured from weights that have moved is dropped."""
-        self._idle.begin()
+        self.record.idle.begin()
         with deferring_interrupts():  # between the two, the runner would be of weights that are gone
             if self._forward.begin():
                 self._drop_runner()
@@ -95,6 +97,7 @@ class Decoder:
                 self._forward.forward,
                 self._buffers,
                 self._settings.compile_mode,
+                stats=self.record.counts,
                 recompile_limit=self._settings.recompile_limit,
                 parameters=list(self._model.parameters()),
             )
@@ -151,7 +154,7 @@ class Decoder:
         )
 
     def describe(self) -> dict[str, Any]:
-        """Settings as they run, as plain JSON values."""
+        """Settings as they run, as plain JSON values. Of each batch size the last self-check of the record is there."""
         model = self._model
         return {
             "decode_mode": self._settings.compile_mode,
@@ -160,22 +163,10 @@ class Decoder:
             "max_burst": self._settings.max_burst,
             "prefill_attention": describe_attention_path(model.config, model.device, model.dtype),
             "self_check": self._has_check,
-            "self_check_results": [asdict(result) for result in self._checks.values()],
+            "self_check_results": list(
+                {check.bucket: asdict(check) for check in self.record.checks}.values()
+            ),
         } | self._forward.describe()
-
-    @property
-    def stats(self) -> dict[str, Any]:
-        """`CompileStats` for the weights as they lie now, `device_idle_share`, and what self-checks found.
-
-        The idle share is of drives, between bursts and batches of prompts. It is None without a GPU, and in modes
-        without graphs: there the device also waits for the host inside a burst, which is not measured.
-        `mean_logprob_error`, `max_logprob_error` (of the forward run eagerly), `mean_logit_error` and `max_logit_error`
-        (of steps as they run) are over the rows of all self-checks (None: nothing was checked).
-        """
-        stats = CompileStats() if self._runner is None else self._runner.stats
-        has_graphs = COMPILE_MODES[self._settings.compile_mode].graphs is not None
-        idle_share = self._idle.share if has_graphs else None
-        return asdict(stats) | {"device_idle_share": idle_share} | summarize_errors(self._checks.values())
 
     def close(self) -> None:
         """Drop what was captured, and let go of the model."""
@@ -194,7 +185,7 @@ class Decoder:
         if bucket not in self._prepared:
             self._runner.prepare(bucket)
             if self._has_check:
-                self._checks[bucket] = check_bucket(
+                result = check_bucket(
                     self._runner,
                     self._forward.forward,
                     self._forward.plain_logits,
@@ -202,6 +193,7 @@ class Decoder:
                     bucket=bucket,
                     mode=self._settings.compile_mode,
                 )
+                self.record.checks.append(result)
             self._prepared.add(bucket)
         return self._runner
 
@@ -221,4 +213,5 @@ class Decoder:
         start.record()
         yield end
         end.record()
-        self._idle.add(start, end)
+        if self._has_graphs:
+            self.record.idle.add(start, end)

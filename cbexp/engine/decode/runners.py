@@ -12,7 +12,7 @@ from torch import nn
 
 from cbexp.engine.buffers import DecodeBuffers
 from cbexp.engine.decode.compiled import CompiledSteps, GraphTreeSteps
-from cbexp.engine.decode.step import EagerSteps, StepRunner
+from cbexp.engine.decode.step import CompileStats, EagerSteps, StepRunner
 from cbexp.engine.forward import Forward
 from cbexp.engine.support import require_cpp_compiler
 from cbexp.engine.types import COMPILE_MODES, EngineError
@@ -26,12 +26,14 @@ def build_runner(
     buffers: DecodeBuffers,
     mode: str,
     *,
+    stats: CompileStats | None = None,
     recompile_limit: int | None = None,
     parameters: Sequence[nn.Parameter] = (),
 ) -> StepRunner:
     """Build what runs decode steps of `forward` in `mode`, a name of `COMPILE_MODES`. Nothing is compiled yet.
 
-    What `forward` reads must stay at its address, as the buffers do. `parameters` are those of its model.
+    What `forward` reads must stay at its address, as the buffers do. `parameters` are those of its model. `stats`: what
+    the runner counts in, when others have counted before it.
 
     Raises:
         EngineError: the mode cannot run here: no CUDA device, no compiler, not the main thread.
@@ -39,13 +41,14 @@ def build_runner(
     torch_mode, graphs = COMPILE_MODES[mode].torch_mode, COMPILE_MODES[mode].graphs
     if graphs is not None and buffers.device.type != "cuda":
         raise EngineError(f"{mode} captures CUDA graphs, and the model is on {buffers.device}.")
+    stats = stats or CompileStats()
     steps: EagerSteps
     if torch_mode is None:
-        steps = EagerSteps(forward, buffers)
+        steps = EagerSteps(forward, buffers, stats)
     else:
         _check_compiler(mode, buffers.device)
         steps_class = GraphTreeSteps if graphs == "torch" else CompiledSteps
-        steps = steps_class(forward, buffers, mode, recompile_limit, parameters)
+        steps = steps_class(forward, buffers, stats, mode, recompile_limit, parameters)
     return GraphRunner(steps, buffers.device, mode) if graphs == "engine" else steps
 
 
@@ -60,7 +63,11 @@ class GraphRunner:
         self._steps = steps
         self._device = device
         self._mode = mode
-        self._capture_stream = torch.cuda.Stream(device)
+        # The current one, since cuBLAS keeps a workspace for each stream that multiplies (32 MiB on an H200), until the
+        # process ends. Only the default stream cannot be captured.
+        stream = torch.cuda.current_stream(device)
+        is_default = stream == torch.cuda.default_stream(device)
+        self._capture_stream = torch.cuda.Stream(device) if is_default else stream
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.stats = steps.stats

@@ -16,11 +16,11 @@ from cbexp.engine.sampling import finish_step
 
 @dataclass
 class CompileStats:
-    """What compiling and capturing took, over a runner's life. Seconds are host time.
+    """What compiling and capturing took; runners count on where those before them ended. Seconds are host time.
 
     `programs`: functions that torch.compile built. `recompiles`: programs built again for a batch size that had one.
-    `graphs`: CUDA graphs held; `replays`: how often one ran in a burst. `skipped_cudagraphs`: graphs that torch.compile
-    gave up (fatal where a mode promises them).
+    `graphs`: CUDA graphs held now; `replays`: how often one ran in a burst. `skipped_cudagraphs`: graphs that
+    torch.compile gave up (fatal where a mode promises them).
     """
 
     programs: int = 0
@@ -67,11 +67,11 @@ class EagerSteps:
     # Steps over inactive rows that make a batch size ready.
     num_warm_runs = 0
 
-    def __init__(self, forward: Forward, buffers: DecodeBuffers) -> None:
+    def __init__(self, forward: Forward, buffers: DecodeBuffers, stats: CompileStats) -> None:
         self._forward = forward
         self._buffers = buffers
         self._rows: dict[int, DecodeBuffers] = {}
-        self.stats = CompileStats()
+        self.stats = stats
 
     def prepare(self, bucket: int) -> None:
         """As `StepRunner`. Raises `EngineError` when the mode cannot run this step."""

@@ -98,7 +98,8 @@ def fill_free_pages(buffers: DecodeBuffers, num_rows: int, num_tokens: int) -> N
                 f"{num_rows} rows of {num_tokens} tokens do not fit in the cache: raise num_blocks "
                 f"({name} needs {num_blocks} blocks)."
             )
-        pool.pages[start:end].normal_()
+        # Never of the caller's generator, whose state must not change.
+        pool.pages[start:end].normal_(generator=torch.Generator(pool.pages.device))
         entries = torch.arange(start, end, pool.pages_per_block, dtype=torch.int32)
         buffers.block_tables[name][:num_rows, :blocks_per_row].copy_(entries.view(num_rows, blocks_per_row))
         sector += math.ceil((end - start) / _pages_per_sector(pool))

@@ -33,6 +33,7 @@ from cbexp.engine.upstream.build import (
     describe_processor,
     generated_ids,
     max_request_tokens,
+    on_cpu_by_default,
 )
 
 
@@ -98,16 +99,19 @@ class Batcher:
     def on_stream(self) -> Iterator[None]:
         """Run the body on upstream's stream, after the caller's (new weights) and before whatever follows it.
 
+        There, new tensors are on the CPU by default, whatever the caller's own default is.
+
         Upstream writes a batch's inputs on the current stream and reads them on its own with no event between the two.
         """
         stream = self._inputs.compute_stream
         if stream is None:  # no CUDA: there is one order anyway
-            yield
+            with on_cpu_by_default():
+                yield
             return
         callers_stream = torch.cuda.current_stream(self._device)
         stream.wait_stream(callers_stream)
         try:
-            with torch.cuda.stream(stream):
+            with torch.cuda.stream(stream), on_cpu_by_default():
                 yield
         finally:
             callers_stream.wait_stream(stream)

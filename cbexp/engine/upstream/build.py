@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -106,7 +106,7 @@ def build_processor(model: PreTrainedModel, settings: CBSyncConfig) -> Continuou
     """
     config = _config_for_upstream(model.config, attention_name(settings))
     helper = _SeedlessDistributedHelper(device_mesh=None, cpu_group_timeout=None)
-    with _on_device(model.device):
+    with on_cpu_by_default(), _on_device(model.device):
         cb_config = _resolve_config(config, settings, model.device)
         cache = _build_cache(model, config, cb_config, helper)
         update_cb_config_after_cache_creation(cb_config, cache.num_blocks, cache.max_batch_tokens)
@@ -223,6 +223,15 @@ def _group_layers(config: PreTrainedConfig) -> dict[str, list[int]]:
         raise UnsupportedModelError(
             f"{config.model_type} cannot be driven: a paged cache serves full and sliding attention only ({error})."
         ) from error
+
+
+def on_cpu_by_default() -> AbstractContextManager[object]:
+    """New tensors for which no device is named are on the CPU in the body, as the engine and model code expect.
+
+    A caller may have set another default. Where none is set nothing happens: torch would call Python at every operator.
+    """
+    cpu = torch.device("cpu")
+    return nullcontext() if torch.get_default_device() == cpu else cpu
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from cbexp.engine.attention import paged_decode_attention
 from cbexp.engine.decode import compiled
 from cbexp.engine.decode.compiled import GraphTreeSteps
 from cbexp.engine.decode.runners import build_runner
+from cbexp.engine.decode.step import CompileStats
 from cbexp.engine.types import CompileMode, EngineError
 from tests.engine.decode_fixtures import VOCAB_SIZE, build_buffers, build_pools, set_rows, state_of
 
@@ -150,7 +151,8 @@ def make_trees(buffers, close_later, monkeypatch):
 
     def make(torch_mode="default"):
         monkeypatch.setattr(compiled, "COMPILE_MODES", {"reduce_overhead": CompileMode(torch_mode)})
-        return close_later(GraphTreeSteps(ToyForward(buffers.layers), buffers, "reduce_overhead", None, ()))
+        forward, stats = ToyForward(buffers.layers), CompileStats()
+        return close_later(GraphTreeSteps(forward, buffers, stats, "reduce_overhead", None, ()))
 
     return make
 
