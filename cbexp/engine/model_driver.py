@@ -28,7 +28,9 @@ class ModelDriver(RolloutDriver):
         check_transformers_version(transformers.__version__)
         self._config = config
         self._model = require_supported_model(model)
-        self._decoding = resolve_decoding(config, generation_config, self._model.config.vocab_size)
+        self._decoding = resolve_decoding(
+            config, generation_config, self._model.generation_config, self._model.config.vocab_size
+        )
         super().__init__(self._decoding.max_new_tokens, self._decoding.eos_token_ids)
 
     @property

@@ -205,7 +205,8 @@ def _resolve_max_new_tokens(
     wanted = default if asked is None else as_plain(asked)
     if wanted is None:
         raise ValueError(
-            "max_new_tokens is set nowhere: pass it to add_requests, in CBSyncConfig or in the generation config."
+            "max_new_tokens is set nowhere: pass it to add_requests, in CBSyncConfig or in a GenerationConfig. The "
+            "model's own generation config sets no limit."
         )
     if not isinstance(wanted, int) and (isinstance(wanted, str) or not isinstance(wanted, Sequence)):
         raise ValueError(

@@ -70,6 +70,7 @@ def build_vllm_config(inputs: DriverInputs) -> VllmConfig:
             positions=read_positions(plan.architecture),
             max_stored_tokens=None,
         ),
+        model_defaults=getattr(inputs.model, "generation_config", None),
     )
 
 
