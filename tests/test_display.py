@@ -210,6 +210,7 @@ warning      adapter.rank is idle
 stop         EOS ids 1, 2; pad id 0
 cache        32,768 tokens: 128 blocks of 256
 resolved     fusion layers, batches 1, 8
+greedy       the model's own do_sample=True, temperature=0.6 do not apply
 compiled     in 12.5 s, 9 graphs captured in 750 ms; 2 skipped cudagraphs
 compiler     cache of 3.00 MiB in /cache/inductor, /cache/triton
 weights      8.04 GB
@@ -221,7 +222,9 @@ def test_plan_stop_ids_cache_and_compilation_are_printed():
     display = screen.display
     display.print_plan(SimpleNamespace(to_dict=lambda: PLAN, warnings=["adapter.rank is idle"]))
     display.print_stop_ids((1, 2), 0)
-    display.print_cache({"num_blocks": 128, "page_size": 256, "fusion": "layers", "buckets": [1, 8]})
+    cache = {"num_blocks": 128, "page_size": 256, "fusion": "layers", "buckets": [1, 8]}
+    unused = {"do_sample": True, "temperature": 0.6}
+    display.print_cache(cache | {"unused_model_defaults": unused})
     folders = ["/cache/inductor", "/cache/triton"]
     display.print_set_up(STATS, {"folders": folders, "num_bytes": 3 * 2**20})
     display.print_dry_run(SimpleNamespace(rows=lambda: [("weights", "8.04 GB")]))

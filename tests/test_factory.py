@@ -161,6 +161,10 @@ def test_completions_end_at_the_stop_ids_that_were_set():
 
 def test_a_prompt_beyond_the_models_positions_is_named():
     plan, loaded, _ = load(experiment(max_new_tokens=100, lengths=(5, 200)))
-    message = "prompt 1 has 157 tokens, which with 100 new tokens exceed the model's 256"
-    with pytest.raises(ConfigError, match=message):
-        build_driver(plan, loaded, PromptSet([[1] * 5, [1] * 157, [1] * 5, [1] * 5]), (), 0)
+    prompts = PromptSet([[1] * 5, [1] * 157, [1] * 5, [1] * 5])
+    message = "prompt 1 has 157 tokens, which with 100 new tokens exceed the model's "
+    with pytest.raises(ConfigError, match=rf"{message}256 positions \(max_position_embeddings\)\. Lower"):
+        build_driver(plan, loaded, prompts, (), 0)
+    plan.architecture.rope_parameters = {"rope_type": "dynamic", "factor": 2.0}
+    with pytest.raises(ConfigError, match=rf"{message}256 positions \(rope_type=dynamic: "):
+        build_driver(plan, loaded, prompts, (), 0)

@@ -64,7 +64,7 @@ class ProgressDisplay:
         print_row(self._console, "stop", f"EOS ids {ends}; pad id {pad_token_id}")
 
     def print_cache(self, settings: Mapping[str, Any]) -> None:
-        """Print the size of the KV cache from a driver's settings; nothing for a driver without a fixed one."""
+        """Print what `cache_rows` says of a driver's settings."""
         self._print_rows(cache_rows(settings))
 
     def print_set_up(self, compile_stats: Mapping[str, Any], compile_cache: Mapping[str, Any] | None) -> None:

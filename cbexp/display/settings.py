@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,13 +29,17 @@ def plan_rows(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def cache_rows(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The size of the KV cache from a driver's settings; nothing for a driver without a fixed one."""
+    """From a driver's settings: its KV cache, if it has a fixed one, and what of the model's own does not apply."""
     if "num_blocks" in settings:
         num_blocks, page_size = settings["num_blocks"], settings["page_size"]
         yield "cache", f"{num_blocks * page_size:,} tokens: {num_blocks:,} blocks of {page_size:,}"
     if "fusion" in settings:
         buckets = ", ".join(map(str, settings["buckets"])) or "of any size"
         yield "resolved", f"fusion {settings['fusion']}, batches {buckets}"
+    unused = settings.get("unused_model_defaults")
+    if unused:
+        shown = ", ".join(f"{name}={reprlib.repr(value)}" for name, value in unused.items())
+        yield "greedy", f"the model's own {shown} do not apply"
 
 
 def set_up_rows(

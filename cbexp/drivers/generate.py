@@ -39,8 +39,7 @@ class GenerateDriver(ModelDriver):
 
     All requests are one batch unless `max_requests_per_batch` splits them, in submission order. A batch runs
     to the largest of its limits: tokens that a request generates past its own limit, or past its EOS, are cut
-    and not counted. The generations of a prompt are rows of their own. Of the model's own generation config
-    nothing is used.
+    and not counted. The generations of a prompt are rows of their own.
     """
 
     kind = DRIVERS["generate"]

@@ -18,6 +18,7 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from cbexp.engine.settings import MAX_MEMORY_FRACTION, check_device
 from cbexp.engine.sizing import resolve_max_requests
+from cbexp.engine.support import read_positions
 from cbexp.engine.types import COMPILE_MODES, CBSyncConfig, EngineError
 
 # torch.compile's name of a mode -> upstream's `default_compile_level`, with dynamic shapes.
@@ -117,8 +118,7 @@ def _block_table_width(
     if not has_kernel or _has_sliding_window(model_config):
         return 0
     cache_tokens = num_blocks * page_size
-    max_positions = getattr(model_config, "max_position_embeddings", None)
-    longest = max_request_tokens or max_positions or cache_tokens
+    longest = max_request_tokens or read_positions(model_config).count or cache_tokens
     width = math.ceil(min(longest, cache_tokens) / page_size) + 1
     return width + width % 2
 

@@ -29,7 +29,7 @@ from cbexp.engine.sizing import (
     measure_need,
     size_cache,
 )
-from cbexp.engine.support import check_transformers_version, require_supported_model
+from cbexp.engine.support import check_transformers_version
 from cbexp.engine.types import CBSyncConfig, EngineError, StepInfo, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -45,14 +45,18 @@ class SyncCBDriver(ModelDriver):
     requests still queued. A drive that the first one's `on_step` starts runs at once, inside of it.
 
     `model` is a transformers causal language model on one device, bare or inside a PEFT wrapper. Between drives it is
-    in the caller's hands, weights included: no keys or values outlive a drive. Of `generation_config` (default: the
-    model's own) only `max_new_tokens`, `eos_token_id` and `pad_token_id` count, and `config` goes before it.
+    in the caller's hands, weights included: no keys or values outlive a drive.
+
+    Of `generation_config`, `max_new_tokens`, `eos_token_id` and `pad_token_id` count, and `config` goes before it.
+    Whatever else it sets is refused, unless it changes nothing. EOS and pad that neither of them sets are those of the
+    model's own generation config, as they are now. What else that sets does not apply, and `resolved` names it in
+    `unused_model_defaults`.
 
     Tokens are chosen as `sampling.choose` says. Logits that are not finite are refused by the self-check alone, which
     looks at the model once for each batch size, and only where steps are compiled, captured or fused.
 
     Raises at construction: `UnsupportedTransformersError`, `UnsupportedModelError`, `CacheMemoryError`, `EngineError`
-    for a setting that is not available yet, `ValueError` for an impossible one, `TypeError` for one of another type.
+    for a setting that is not available, `ValueError` for an impossible one, `TypeError` for one of another type.
     """
 
     def __init__(
@@ -67,12 +71,10 @@ class SyncCBDriver(ModelDriver):
         if generation_config is not None and not isinstance(generation_config, GenerationConfig):
             raise TypeError(
                 f"generation_config={generation_config!r} is a {type(generation_config).__name__}: pass a "
-                "GenerationConfig, or None for the model's own."
+                "GenerationConfig, or None."
             )
         config = CBSyncConfig() if config is None else config
         check_config(config)
-        if generation_config is None:
-            generation_config = require_supported_model(model).generation_config
         super().__init__(model, config, generation_config)
         # Only now: another version may lack the names that this import needs.
         from cbexp.engine import upstream

@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 from cbexp.engine.requests import RequestLimits
 from cbexp.engine.rollout_driver import RolloutDriver
 from cbexp.engine.settings import resolve_decoding
-from cbexp.engine.support import check_transformers_version, require_supported_model
+from cbexp.engine.support import check_transformers_version, read_positions, require_supported_model
 from cbexp.engine.types import CBSyncConfig
 
 
@@ -28,7 +28,9 @@ class ModelDriver(RolloutDriver):
         check_transformers_version(transformers.__version__)
         self._config = config
         self._model = require_supported_model(model)
-        self._decoding = resolve_decoding(config, generation_config, self._model.config.vocab_size)
+        self._decoding = resolve_decoding(
+            config, generation_config, self._model.generation_config, self._model.config.vocab_size
+        )
         super().__init__(self._decoding.max_new_tokens, self._decoding.eos_token_ids)
 
     @property
@@ -45,6 +47,6 @@ class ModelDriver(RolloutDriver):
     def _request_limits(self) -> RequestLimits:
         return RequestLimits(
             vocab_size=self._model.config.vocab_size,
-            max_positions=getattr(self._model.config, "max_position_embeddings", None),
+            positions=read_positions(self._model.config),
             max_stored_tokens=None,
         )

@@ -11,11 +11,22 @@ from cbexp.engine.types import Completion, FinishReason, RequestTimings
 
 
 @dataclass(frozen=True)
+class Positions:
+    """Tokens that one request of a model may have, prompt and new ones (None: no bound), and where that is from."""
+
+    count: int | None
+    source: str
+
+    def __str__(self) -> str:
+        return f"the model's {self.count} positions ({self.source})"
+
+
+@dataclass(frozen=True)
 class RequestLimits:
     """What a request may not exceed. `max_stored_tokens`: what the cache holds of one request, None when it grows."""
 
     vocab_size: int
-    max_positions: int | None
+    positions: Positions
     max_stored_tokens: int | None
 
 
@@ -207,7 +218,8 @@ def _resolve_max_new_tokens(
     wanted = default if asked is None else as_plain(asked)
     if wanted is None:
         raise ValueError(
-            "max_new_tokens is set nowhere: pass it to add_requests, in CBSyncConfig or in the generation config."
+            "max_new_tokens is set nowhere: pass it to add_requests, in CBSyncConfig or in a GenerationConfig. The "
+            "model's own generation config sets no limit."
         )
     if not isinstance(wanted, int) and (isinstance(wanted, str) or not isinstance(wanted, Sequence)):
         raise ValueError(
@@ -229,10 +241,9 @@ def _check_length(index: int, prompt_length: int, max_new_tokens: int, limits: R
     """Refuse what can never fit the model's positions or the cache."""
     wanted = f"prompts[{index}]: {prompt_length} prompt + {max_new_tokens} new tokens"
     total = prompt_length + max_new_tokens
-    if limits.max_positions is not None and total > limits.max_positions:
+    if limits.positions.count is not None and total > limits.positions.count:
         raise ValueError(
-            f"{wanted} = {total} exceed the model's {limits.max_positions} positions (max_position_embeddings): "
-            "shorten the prompt or lower max_new_tokens."
+            f"{wanted} = {total} exceed {limits.positions}: shorten the prompt or lower max_new_tokens."
         )
     # The last token is returned and never stored.
     if limits.max_stored_tokens is not None and total - 1 > limits.max_stored_tokens:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+import json
+import reprlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
@@ -35,14 +37,43 @@ DECODE_SETTINGS = (
     "self_check",
 )
 
+# Fields that count: of the model's own generation config, and of one that is passed. Then those that say nothing about
+# the completion of a prompt that is given. Whatever else one sets is refused, or does not apply as the model's own.
+MODEL_FIELDS = ("eos_token_id", "pad_token_id")
+HONOURED_FIELDS = (*MODEL_FIELDS, "max_new_tokens")
+SILENT_FIELDS = ("bos_token_id", "decoder_start_token_id", "transformers_version")
+# Values with which a field changes nothing, besides None and the defaults of `generate`.
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    "cache_implementation": ("hybrid",),  # from old hub files; transformers drops it too
+    "guidance_scale": (1,),
+    "min_new_tokens": (0,),
+    "num_assistant_tokens": (5,),  # these two: as transformers before 4.45 wrote them
+    "num_assistant_tokens_schedule": ("heuristic",),
+    "penalty_alpha": (0,),
+    "top_k": (0,),
+}
+# No neutral value of a limit is known: 20 is the default of `generate`, and a limit of 20 where it is set.
+FIELDS_WITHOUT_DEFAULT = ("max_length",)
+NO_SAMPLING = "do_sample=True is not available yet, since this driver decodes greedily"
+# What a refusal says of a field beyond its value.
+ADVICE = {
+    "do_sample": NO_SAMPLING,
+    "max_length": "the limit is max_new_tokens",
+    "num_return_sequences": "the number of completions is num_generations of add_requests",
+}
+
 
 @dataclass(frozen=True)
 class DecodingSettings:
-    """`max_new_tokens` None: each request must bring its own. No EOS ids: requests end at their limit alone."""
+    """`max_new_tokens` None: each request must bring its own. No EOS ids: requests end at their limit alone.
+
+    `unused_model_defaults`: what the model's own generation config sets, and does not apply.
+    """
 
     max_new_tokens: int | None
     eos_token_ids: tuple[int, ...]
     pad_token_id: int | None
+    unused_model_defaults: dict[str, Any]
 
     def describe(self) -> dict[str, Any]:
         """As they run, as plain JSON values."""
@@ -59,9 +90,7 @@ def check_config(config: CBSyncConfig) -> None:
     """
     check_values(config)
     if config.do_sample:
-        raise EngineError(
-            "do_sample=True is not available yet, since this driver decodes greedily: leave it out."
-        )
+        raise EngineError(f"{NO_SAMPLING}: leave it out.")
     _check_recompile_limit(config)
     if config.buckets is not None:
         _check_use_of_buckets(config.buckets, config)
@@ -119,32 +148,81 @@ def check_device(config: CBSyncConfig, device_type: str) -> None:
 
 
 def resolve_decoding(
-    config: CBSyncConfig, generation_config: GenerationConfig | None, vocab_size: int
+    config: CBSyncConfig,
+    generation_config: GenerationConfig | None,
+    model_defaults: GenerationConfig | None,
+    vocab_size: int,
 ) -> DecodingSettings:
-    """Settings of `config`, else of `generation_config`, of which nothing but limit, EOS and pad is read.
+    """Settings of `config`, else of `generation_config`, else EOS and pad of the model's own one.
 
-    Raises `TypeError` or `ValueError`, naming the setting, for a value of the generation config that is read and makes
-    no sense. Its pad token may be any number: nothing reads it, and there are configs with -1.
+    Raises `EngineError`, naming each field, when `generation_config` asks for more than is done here; `TypeError` or
+    `ValueError`, naming the setting, for a value that is read and makes no sense. A pad token may be any number:
+    nothing reads it, and there are configs with -1.
     """
-    if config.eos_token_id is not None:
-        eos_token_ids, where = _as_ids(config.eos_token_id), "eos_token_id"
-    else:
-        where = "generation_config.eos_token_id"
-        ids = _as_ids(getattr(generation_config, "eos_token_id", None))
-        # Upstream's batching leaves -1 in a config that has no EOS.
-        eos_token_ids = tuple(i for i in ids if i != -1)
+    if generation_config is not None:
+        _refuse_other_fields(generation_config)
+    passed = {"": config, "generation_config.": generation_config}
+    of_all = passed | {"model.generation_config.": model_defaults}
+    name, eos = _first_set("eos_token_id", of_all)
+    # Upstream's batching leaves -1 in a config that has no EOS.
+    eos_token_ids = tuple(i for i in _as_ids(eos) if i != -1 or name == "eos_token_id")
     for token_id in eos_token_ids:
-        _check_token_id(where, token_id, vocab_size)
+        _check_token_id(name, token_id, vocab_size)
+    name, pad_token_id = _first_set("pad_token_id", of_all)
     if config.pad_token_id is not None:
-        _check_token_id("pad_token_id", config.pad_token_id, vocab_size)
-    max_new_tokens = _first_set(config, generation_config, "max_new_tokens")
+        _check_token_id(name, pad_token_id, vocab_size)
+    _check_whole_number(name, pad_token_id)
+    name, max_new_tokens = _first_set("max_new_tokens", passed)
+    _check_whole_number(name, max_new_tokens)
     if max_new_tokens is not None:
-        _check_at_least("generation_config.max_new_tokens", max_new_tokens, 1)
+        _check_at_least(name, max_new_tokens, 1)
+    unused = {} if model_defaults is None else _find_other_fields(model_defaults, MODEL_FIELDS)
     return DecodingSettings(
         max_new_tokens=max_new_tokens,
         eos_token_ids=eos_token_ids,
-        pad_token_id=_first_set(config, generation_config, "pad_token_id"),
+        pad_token_id=pad_token_id,
+        unused_model_defaults={name: _as_json(value) for name, value in unused.items()},
     )
+
+
+def _refuse_other_fields(generation_config: GenerationConfig) -> None:
+    fields = _find_other_fields(generation_config, HONOURED_FIELDS)
+    if fields:
+        # One line, however long a list of tokens is.
+        shown = [f"{name}={' '.join(reprlib.repr(value).split())}" for name, value in fields.items()]
+        advice = "".join(f"; {ADVICE[name]}" for name in fields if name in ADVICE)
+        raise EngineError(
+            f"generation_config sets {', '.join(shown)}, which this driver does not do: leave that out{advice}."
+        )
+
+
+def _find_other_fields(generation_config: GenerationConfig, honoured: Sequence[str]) -> dict[str, Any]:
+    """What it sets, to more than a neutral value, besides the fields that are honoured."""
+    values = {name: as_plain(value) for name, value in vars(generation_config).items()}
+    defaults: dict[str, Any] = generation_config._get_default_generation_params()
+    known = (*honoured, *SILENT_FIELDS)
+    return {
+        name: value
+        for name, value in values.items()
+        # Those with an underscore are transformers' own notes.
+        if not name.startswith("_") and name not in known and not _is_neutral(name, value, defaults.get(name))
+    }
+
+
+def _is_neutral(name: str, value: Any, default: Any) -> bool:
+    """Whether the field is as good as not set: so is an empty list, and False where that is no choice of its own."""
+    if value is None or value in NEUTRAL_VALUES.get(name, ()):
+        return True
+    if default is not None and name not in FIELDS_WITHOUT_DEFAULT:
+        return bool(value == default)
+    return value is False or value in ([], (), {}, "")
+
+
+def _as_json(value: Any) -> Any:
+    try:
+        return json.loads(json.dumps(value))
+    except TypeError:
+        return repr(value)
 
 
 def _check_type(name: str, value: object, hint: Any) -> None:
@@ -218,15 +296,18 @@ def _check_without_engine_attention(config: CBSyncConfig) -> None:
             )
 
 
-def _first_set(config: CBSyncConfig, generation_config: GenerationConfig | None, name: str) -> int | None:
-    """The value of `config`, which has been checked, else that of `generation_config`."""
-    own: int | None = getattr(config, name)
-    if own is not None:
-        return own
-    value = as_plain(getattr(generation_config, name, None))
+def _first_set(name: str, sources: Mapping[str, Any]) -> tuple[str, Any]:
+    """The first value that is set, and its full name; `sources` by what goes before the name."""
+    for prefix, source in sources.items():
+        value = as_plain(getattr(source, name, None))
+        if value is not None:
+            return prefix + name, value
+    return name, None
+
+
+def _check_whole_number(name: str, value: Any) -> None:
     if value is not None and type(value) is not int:
-        raise TypeError(f"generation_config.{name}={value!r} must be a whole number.")
-    return value
+        raise TypeError(f"{name}={value!r} must be a whole number.")
 
 
 def _as_ids(value: Any) -> tuple[Any, ...]:

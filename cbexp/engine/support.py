@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 import subprocess
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from cbexp.engine.requests import Positions
 from cbexp.engine.types import EngineError, UnsupportedModelError, UnsupportedTransformersError
 
 if TYPE_CHECKING:
@@ -16,6 +19,9 @@ if TYPE_CHECKING:
 SUPPORTED_TRANSFORMERS = ((5, 24), (5, 25))
 SUPPORTED_LAYER_TYPES = ("full_attention", "sliding_attention")
 RECURRENT_LAYER_TYPES = ("linear_attention", "mamba", "conv", "recurrent")
+# Rotary embeddings that stretch the positions by their factor, while `max_position_embeddings` may stay as it was. That
+# of llama3 is none of these: Llama 3.2 says 131,072, and its factor would make it twice as many.
+STRETCHED_ROPE_TYPES = ("linear", "yarn")
 
 
 def check_transformers_version(found: str) -> None:
@@ -91,6 +97,34 @@ def find_architecture_problem(config: PreTrainedConfig, model_class: Any) -> str
         or _attention_problem(config)
         or (None if model_class is None else _class_problem(model_class))
     )
+
+
+def read_positions(config: PreTrainedConfig) -> Positions:
+    """How long a request of a model with `config` may be: as its layers' rotary embeddings allow, the strictest one.
+
+    Some of those change with the longest sequence of a forward, for all of its rows: a row would get other tokens
+    beside a long one than alone. The positions of such a model end where the change begins.
+    """
+    stated: int | None = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    of_layer_types = [values for values in rope.values() if isinstance(values, Mapping)] or [rope]
+    found = [_rope_positions(values, stated) for values in of_layer_types]
+    return min(found, key=lambda positions: math.inf if positions.count is None else positions.count)
+
+
+def _rope_positions(rope: Mapping[str, Any], stated: int | None) -> Positions:
+    kind = rope.get("rope_type") or "default"
+    original = rope.get("original_max_position_embeddings") or stated
+    # As in transformers' `dynamic_rope_update`.
+    end = original if kind == "longrope" else stated if "dynamic" in kind else None
+    if end is not None and (stated is None or end <= stated):
+        return Positions(
+            end, f"rope_type={kind}: a longer sequence would change its whole batch's frequencies"
+        )
+    factor = rope.get("factor")
+    if kind in STRETCHED_ROPE_TYPES and original and factor and original * factor > (stated or 0):
+        return Positions(int(original * factor), f"rope_type={kind}: {factor:g} times {original}")
+    return Positions(stated, "max_position_embeddings")
 
 
 def _kind_problem(config: PreTrainedConfig) -> str | None:

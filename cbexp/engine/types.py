@@ -129,7 +129,8 @@ class CBSyncConfig:
     """Settings of `SyncCBDriver`. None means "not set here": the generation config or the model decides.
 
     `max_new_tokens` is overridden by a request's own. `eos_token_id`: one id or several; an empty sequence ignores EOS.
-    `pad_token_id` is recorded only: rows that pad a batch hold no token. `page_size`, `max_batch_tokens` are in tokens.
+    `pad_token_id` is recorded only: rows that pad a batch hold no token. EOS and pad may be the model's, no limit is.
+    `page_size`, `max_batch_tokens` are in tokens.
     `num_blocks` None sizes the cache for the requests of the largest round so far that run at once, within
     `max_memory_fraction` of the memory that is free then: the rest is for a trainer's backward, and requests for which
     there is no room wait. A round that needs more rebuilds the cache before it starts.

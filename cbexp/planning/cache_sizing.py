@@ -16,6 +16,7 @@ from cbexp.engine.sizing import (
     measure_need,
     size_cache,
 )
+from cbexp.engine.support import read_positions
 from cbexp.engine.types import CacheMemoryError, CBSyncConfig
 from cbexp.errors import ConfigError, MemoryBudgetError
 from cbexp.planning.plan import RunPlan
@@ -30,14 +31,13 @@ def full_lengths(plan: RunPlan, prompt_lengths: Sequence[int]) -> list[int]:
 
 def check_prompt_lengths(plan: RunPlan, prompt_lengths: Sequence[int]) -> None:
     """Raise `ConfigError`, naming the prompt, when prompt and new tokens exceed the model's positions."""
-    positions = getattr(plan.architecture, "max_position_embeddings", None)
+    positions = read_positions(plan.architecture)
     index, longest = _find_longest(plan, prompt_lengths)
-    if positions is None or longest <= positions:
+    if positions.count is None or longest <= positions.count:
         return
     raise ConfigError(
         f"prompt {index} has {prompt_lengths[index]} tokens, which with {plan.limits[index]} new tokens "
-        f"exceed the model's {positions} positions (max_position_embeddings). Lower sampling.max_new_tokens or shorten "
-        "the prompts."
+        f"exceed {positions}. Lower sampling.max_new_tokens or shorten the prompts."
     )
 
 

@@ -21,6 +21,7 @@ from cbexp.engine.sizing import (
     free_memory_bytes,
     kv_bytes_per_token,
 )
+from cbexp.engine.support import read_positions
 from cbexp.engine.types import ENGINE_ATTENTION, CBSyncConfig
 from cbexp.errors import ConfigError
 from cbexp.model.attention_choice import AttentionChoice, resolve_attention
@@ -234,11 +235,10 @@ def _refuse_tensor_parallel() -> None:
 
 def _check_positions(shortest_prompt: int, longest_limit: int, architecture: PreTrainedConfig) -> None:
     """Refuse what not even the shortest prompt leaves room for; the real lengths are checked once they are known."""
-    positions = getattr(architecture, "max_position_embeddings", None)
-    if positions is not None and shortest_prompt + longest_limit > positions:
+    positions = read_positions(architecture)
+    if positions.count is not None and shortest_prompt + longest_limit > positions.count:
         raise ConfigError(
-            f"sampling.max_new_tokens={longest_limit} and a prompt of {shortest_prompt} tokens exceed the model's "
-            f"{positions} positions (max_position_embeddings)."
+            f"sampling.max_new_tokens={longest_limit} and a prompt of {shortest_prompt} tokens exceed {positions}."
         )
 
 

@@ -69,13 +69,19 @@ def test_model_and_random_state_come_back_as_they_were(make_driver, qwen3, promp
     check()
 
 
-def test_nothing_of_the_models_generation_config_leaks_in(make_driver, qwen3, prompts, generate_alone):
+def test_of_the_models_generation_config_eos_alone_counts(make_driver, qwen3, prompts, generate_alone):
     expected = [generate_alone(qwen3, prompt, 8) for prompt in prompts]
+    ended = [generate_alone(qwen3, prompt, 8, (expected[1][1],)) for prompt in prompts]
     own = qwen3.generation_config
     own.repetition_penalty, own.no_repeat_ngram_size = 5.0, 1
     own.suppress_tokens, own.eos_token_id, own.max_length = [expected[0][0]], [expected[1][1]], 5
     own.do_sample, own.temperature, own.num_return_sequences = True, 0.5, 3
     assert ids_of(drive(make_driver(qwen3), prompts)) == expected
+    driver = make_driver(qwen3, eos_token_id=None)
+    assert ids_of(drive(driver, prompts)) == ended != expected
+    unused = driver.resolved["unused_model_defaults"]
+    assert {"do_sample": True, "temperature": 0.5, "max_length": 5}.items() <= unused.items()
+    assert "eos_token_id" not in unused
 
 
 def test_resolved_settings_are_plain_json(make_driver, qwen3):

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, Qwen3Config
 
 from cbexp.engine import CBSyncConfig, EngineError, SyncCBDriver
 from cbexp.engine.settings import check_config, check_device, resolve_decoding
@@ -15,10 +15,10 @@ from tests.engine.driving import drive
 VOCAB_SIZE = 97
 
 
-def resolve(generation_config=None, **settings):
+def resolve(generation_config=None, model_defaults=None, **settings):
     config = CBSyncConfig(**settings)
     check_config(config)
-    return resolve_decoding(config, generation_config, VOCAB_SIZE)
+    return resolve_decoding(config, generation_config, model_defaults, VOCAB_SIZE)
 
 
 def with_values(**values):
@@ -45,16 +45,20 @@ def test_max_new_tokens_request_over_config_over_generation_config(new_model, ma
     with pytest.raises(ValueError, match="max_new_tokens is set nowhere"):
         lengths(driver)
     assert lengths(driver, max_new_tokens=1) == [1, 1]
-    model.generation_config.max_new_tokens = 6
-    assert lengths(make_driver(model, max_new_tokens=None)) == [6, 6]
+    model.generation_config.max_new_tokens = 6  # nobody has asked for that
+    with pytest.raises(ValueError, match="max_new_tokens is set nowhere"):
+        lengths(make_driver(model, max_new_tokens=None))
 
 
 @pytest.mark.parametrize("ids", [5, (np.int64(5),), torch.tensor([5])], ids=repr)
 def test_eos_ids_come_in_all_shapes_and_those_of_the_config_count(ids):
+    given, defaults = with_values(eos_token_id=ids), with_values(eos_token_id=7, pad_token_id=2)
     assert resolve(eos_token_id=ids).eos_token_ids == (5,)
-    assert resolve(with_values(eos_token_id=ids)).eos_token_ids == (5,)
-    assert resolve(with_values(eos_token_id=ids), eos_token_id=[8, 9]).eos_token_ids == (8, 9)
-    assert resolve(with_values(eos_token_id=ids), eos_token_id=()).eos_token_ids == ()
+    assert resolve(given).eos_token_ids == resolve(None, given).eos_token_ids == (5,)
+    assert resolve(given, defaults, eos_token_id=[8, 9]).eos_token_ids == (8, 9)
+    assert resolve(given, defaults, eos_token_id=()).eos_token_ids == ()
+    assert (resolve(given, defaults).eos_token_ids, resolve(given, defaults).pad_token_id) == ((5,), 2)
+    assert resolve(with_values(pad_token_id=3), defaults).eos_token_ids == (7,)
 
 
 @pytest.mark.parametrize("ids", [5.0, True, "5", VOCAB_SIZE, [1, -1]], ids=repr)
@@ -68,6 +72,8 @@ def test_eos_ids_that_are_none_of_the_models(ids):
     else:
         with pytest.raises(ValueError, match=rf"^generation_config\.{message}"):
             resolve(given)
+        with pytest.raises(ValueError, match=rf"^model\.generation_config\.{message}"):
+            resolve(None, given)
 
 
 @pytest.mark.parametrize(
@@ -82,17 +88,88 @@ def test_what_a_generation_config_may_not_say_where_it_counts(name, value, error
     assert resolve(with_values(pad_token_id=-1)).pad_token_id == -1
 
 
-def test_nothing_else_of_a_generation_config_leaks_in(new_model, make_driver, prompts, references):
-    model = new_model("qwen3")
-    sampling = {"do_sample": True, "temperature": 5.0, "top_k": 3, "num_return_sequences": 4}
-    processors = {"repetition_penalty": 3.0, "forced_eos_token_id": 90, "suppress_tokens": list(range(40))}
-    model.generation_config = GenerationConfig(**sampling, **processors, min_new_tokens=2, max_length=5)
+def test_rows_end_where_generate_ends_them_whatever_config_is_passed(
+    new_model, make_driver, prompts, references, greedy
+):
+    """EOS is the model's own where a passed config has none; its sampling defaults apply nowhere, and are named."""
+    model, plain = new_model("qwen3"), references("qwen3", prompts)
+    unused = {"do_sample": True, "temperature": 5.0, "top_k": 3, "repetition_penalty": 3.0, "max_length": 5}
+    unused |= {"suppress_tokens": list(range(40)), "min_new_tokens": 2, "forced_eos_token_id": 90}
+    unused |= {"num_return_sequences": 4, "max_new_tokens": 3}
+    eos = plain[2][4]
+    model.generation_config = GenerationConfig(**unused, bos_token_id=1, eos_token_id=eos)
     before = model.generation_config.to_dict()
-    for given in (None, model.generation_config):
-        assert drive(make_driver(model, given), prompts) == references("qwen3", prompts)
-    # One without EOS stays without: upstream would write -1 into it.
+    ended = [tokens[: tokens.index(eos) + 1] if eos in tokens else tokens for tokens in plain]
+    for given in (None, GenerationConfig(max_new_tokens=5), GenerationConfig(temperature=1.0)):
+        driver = make_driver(model, given)
+        assert drive(driver, prompts) == ended != plain
+        assert json.loads(json.dumps(driver.resolved))["unused_model_defaults"] == unused
+    for given in (None, GenerationConfig()):
+        assert drive(make_driver(model, given, eos_token_id=()), prompts) == plain
     assert model.generation_config.to_dict() == before
+
+    # The same without a list of ours: `generate` fills what is None from the model's own config, too.
+    model.generation_config = GenerationConfig(eos_token_id=eos)
+    assert ended == [greedy(model, prompt, 12) for prompt in prompts]
+    # One without EOS stays without: upstream would write -1 into it.
+    model.generation_config = GenerationConfig()
+    assert drive(make_driver(model), prompts) == plain
     assert model.generation_config.eos_token_id is None
+
+
+REFUSED_FIELDS = {
+    "do_sample": True,
+    "temperature": 0.6,
+    "top_p": 0.9,
+    "top_k": 20,
+    "min_p": 0.1,
+    "num_beams": 2,
+    "num_return_sequences": 4,
+    "repetition_penalty": 1.2,
+    "no_repeat_ngram_size": 3,
+    "suppress_tokens": list(range(5)),
+    "bad_words_ids": [[5]],
+    "forced_bos_token_id": 3,
+    "forced_eos_token_id": 3,
+    "min_new_tokens": 2,
+    "min_length": 4,
+    "max_length": 20,
+    "max_time": 1.5,
+    "stop_strings": "###",
+    "use_cache": False,
+    "cache_implementation": "static",
+    "output_scores": True,
+    "chat_format": "of somebody's own",
+}
+
+
+def test_every_other_field_of_a_passed_config_is_refused_by_name():
+    for name, value in REFUSED_FIELDS.items():
+        with pytest.raises(EngineError, match=rf"^generation_config sets {name}=.*: leave that out") as error:
+            resolve(with_values(**{name: value}))
+        assert repr(value) in str(error.value)
+    with pytest.raises(EngineError) as error:
+        resolve(with_values(**(REFUSED_FIELDS | {"suppress_tokens": torch.arange(2000)}), max_new_tokens=4))
+    message = str(error.value)
+    assert [name for name in REFUSED_FIELDS if f"{name}=" not in message] == []
+    assert "do_sample=True is not available yet" in message
+    assert "the limit is max_new_tokens" in message
+    assert "\n" not in message
+    assert len(message) < 1000
+
+
+def test_what_changes_nothing_may_be_passed():
+    defaults = GenerationConfig()._get_default_generation_params()
+    full = {name: value for name, value in defaults.items() if name != "max_length"}
+    silent = {"bos_token_id": 1, "decoder_start_token_id": 2, "transformers_version": "4.40.0"}
+    old = {"renormalize_logits": False, "generation_kwargs": {}, "cache_implementation": "hybrid", "top_k": 0}
+    old |= {"num_assistant_tokens": 5, "num_assistant_tokens_schedule": "heuristic", "suppress_tokens": []}
+    for values in (full, full | silent, full | old):
+        given = with_values(**values, max_new_tokens=3, eos_token_id=5)
+        assert resolve(given) == resolve(max_new_tokens=3, eos_token_id=5)
+    # As transformers itself makes them of a file and of a model's config.
+    assert resolve(GenerationConfig.from_dict(full | silent)) == resolve()
+    assert resolve(GenerationConfig.from_model_config(Qwen3Config(bos_token_id=1))).eos_token_ids == ()
 
 
 # What is refused
@@ -190,6 +267,7 @@ def test_resolved_settings_are_plain_json_and_what_runs(shared_model, make_drive
         "max_new_tokens": 12,
         "eos_token_ids": [7],
         "pad_token_id": 0,
+        "unused_model_defaults": {},
         "has_growing_cache": False,
         "page_size": 8,
         "num_blocks": 40,

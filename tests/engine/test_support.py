@@ -1,5 +1,6 @@
-"""Models and versions that the driver does not take: refused at construction, with name and reason."""
+"""Models, lengths and versions that the driver does not take: refused by name, with the reason."""
 
+from copy import deepcopy
 from importlib.metadata import requires
 
 import pytest
@@ -8,7 +9,15 @@ from peft import PromptTuningConfig, get_peft_model
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
-from transformers import LlamaModel, OPTConfig, OPTForCausalLM
+from transformers import (
+    Gemma3TextConfig,
+    LlamaModel,
+    OPTConfig,
+    OPTForCausalLM,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen3Config,
+)
 
 from cbexp.engine import (
     CBSyncConfig,
@@ -17,6 +26,8 @@ from cbexp.engine import (
     UnsupportedTransformersError,
     check_transformers_version,
 )
+from cbexp.engine.support import read_positions
+from tests.engine.driving import drive
 
 TINY = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 
@@ -106,3 +117,107 @@ def test_the_versions_of_transformers_that_are_served(monkeypatch):
     monkeypatch.setattr("cbexp.engine.driver.transformers.__version__", "5.25.0")
     with pytest.raises(UnsupportedTransformersError, match=r"5\.25\.0 is not supported"):
         SyncCBDriver(object())
+
+
+# How long a request may be
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
+LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
+
+
+@pytest.mark.parametrize(
+    ("config_class", "stated", "rope", "count", "source"),
+    [
+        (PreTrainedConfig, None, None, None, "max_position_embeddings"),
+        (Qwen3Config, 40_960, None, 40_960, "max_position_embeddings"),
+        # As Qwen's cards have it, and where what is stated has the factor in it.
+        (Qwen3Config, 40_960, YARN, 131_072, "rope_type=yarn: 4 times 32768"),
+        (Qwen3Config, 131_072, YARN, 131_072, "max_position_embeddings"),
+        (Qwen3Config, 4096, {"type": "linear", "factor": 4.0}, 16_384, "rope_type=linear: 4 times 4096"),
+        # Llama 3.2, whose factor is not of its length.
+        (Qwen3Config, 131_072, LLAMA3 | {"original_max_position_embeddings": 8192}, 131_072, "max_position"),
+        (Qwen3Config, 4096, {"rope_type": "dynamic", "factor": 4.0}, 4096, "rope_type=dynamic: a longer seq"),
+        (
+            Phi3Config,
+            8192,
+            LONGROPE,
+            4096,
+            "rope_type=longrope: a longer sequence would change its whole batch's",
+        ),
+        # Of several kinds of layers the strictest: only the full ones are stretched.
+        (
+            Gemma3TextConfig,
+            4096,
+            {
+                "full_attention": {"rope_type": "linear", "factor": 8.0},
+                "sliding_attention": {"rope_type": "default"},
+            },
+            4096,
+            "max_position_embeddings",
+        ),
+    ],
+)
+def test_the_positions_that_a_config_gives(config_class, stated, rope, count, source):
+    sizes = TINY | {"head_dim": 8, "num_key_value_heads": 4, "pad_token_id": None}
+    config = config_class(**sizes, max_position_embeddings=stated, rope_parameters=deepcopy(rope))
+    positions = read_positions(config)
+    assert (positions.count, positions.source[: len(source)]) == (count, source)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        (
+            "phi3, sliding",
+            {
+                "sliding_window": None,
+                "original_max_position_embeddings": 64,
+                "rope_parameters": LONGROPE,
+            },
+        ),
+        (
+            "llama",
+            {"max_position_embeddings": 64, "rope_parameters": {"rope_type": "dynamic", "factor": 4.0}},
+        ),
+    ],
+)
+def test_frequencies_of_a_whole_batch_are_those_of_each_row(
+    new_model, make_driver, make_prompts, greedy, family, changes
+):
+    """Where they change with the longest row, requests end before that; what `generate` leaves behind is no matter."""
+    model = new_model(family, **deepcopy(changes))
+    prompts = make_prompts((1, 7, 40, 52))
+    expected = [greedy(model, prompt, 12) for prompt in prompts]
+    driver = make_driver(model)
+    assert drive(driver, prompts) == expected
+    greedy(model, prompts[-1] * 2, 2)
+    assert drive(driver, prompts) == expected
+    message = (
+        r"prompts\[1\]: 53 prompt \+ 12 new tokens = 65 exceed the model's 64 positions \(rope_type=\w+: a"
+    )
+    with pytest.raises(ValueError, match=message):
+        driver.add_requests(make_prompts((1, 53)))
+
+
+def test_a_config_that_changes_between_drives(new_model, make_driver, make_prompts, greedy):
+    """A trainer may let a model read more positions, or fewer, and give it more tokens: the next drive is of that."""
+    model = new_model("qwen3", max_position_embeddings=64)
+    driver, prompts = make_driver(model, num_blocks=80), make_prompts((3, 52))
+    assert drive(driver, prompts) == [greedy(model, prompt, 12) for prompt in prompts]
+    engine = driver._engine
+    assert drive(driver, prompts) == [greedy(model, prompt, 12) for prompt in prompts]
+    assert driver._engine is engine
+    for positions in (200, 100):
+        model.config.max_position_embeddings = positions
+        (prompt,) = make_prompts((positions - 12,))
+        assert drive(driver, [prompt]) == [greedy(model, prompt, 12)]
+        with pytest.raises(ValueError, match=f"exceed the model's {positions} positions"):
+            driver.add_requests([[*prompt, 1]])
+    model.resize_token_embeddings(150, mean_resizing=False)
+    with torch.no_grad():
+        model.lm_head.weight[97:] = 3 * model.lm_head.weight[:53]
+    prompts = [[*prompts[0], 149], prompts[1]]
+    expected = [greedy(model, prompt, 12) for prompt in prompts]
+    assert max(map(max, expected)) >= 97
+    assert drive(driver, prompts) == expected

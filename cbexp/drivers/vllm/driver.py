@@ -56,7 +56,9 @@ class VllmDriver(RolloutDriver):
     lost_error = "vLLM lost the request"
 
     def __init__(self, config: VllmConfig, on_progress: Callable[[str], None] = lambda _: None) -> None:
-        self._decoding = resolve_decoding(config.settings, None, config.request_limits.vocab_size)
+        self._decoding = resolve_decoding(
+            config.settings, None, config.model_defaults, config.request_limits.vocab_size
+        )
         super().__init__(self._decoding.max_new_tokens, self._decoding.eos_token_ids)
         self._config = config
         self._on_progress = on_progress

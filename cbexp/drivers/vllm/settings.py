@@ -18,6 +18,7 @@ from cbexp.drivers.vllm.python import find_python, find_pythonpath
 from cbexp.drivers.vllm.start import VllmConfig
 from cbexp.engine.requests import RequestLimits
 from cbexp.engine.sizing import measure_need
+from cbexp.engine.support import read_positions
 from cbexp.errors import ConfigError
 from cbexp.model.memory import total_memory_bytes
 from cbexp.planning.cache_sizing import full_lengths, group_lengths, round_settings
@@ -67,9 +68,10 @@ def build_vllm_config(inputs: DriverInputs) -> VllmConfig:
         settings=inputs.settings,
         request_limits=RequestLimits(
             vocab_size=int(plan.architecture.vocab_size),
-            max_positions=getattr(plan.architecture, "max_position_embeddings", None),
+            positions=read_positions(plan.architecture),
             max_stored_tokens=None,
         ),
+        model_defaults=getattr(inputs.model, "generation_config", None),
     )
 
 
@@ -113,7 +115,7 @@ def _max_model_len(plan: RunPlan, prompt_lengths: Sequence[int]) -> int:
             f"cache.num_tokens={plan.cache_tokens} is too small: the longest request has {longest} tokens, and vLLM "
             "starts with a cache that holds it only."
         )
-    bounds = (getattr(plan.architecture, "max_position_embeddings", None), plan.cache_tokens)
+    bounds = (read_positions(plan.architecture).count, plan.cache_tokens)
     rounded = math.ceil(longest / LENGTH_MULTIPLE) * LENGTH_MULTIPLE
     return min(rounded, *(bound for bound in bounds if bound is not None))
 

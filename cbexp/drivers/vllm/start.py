@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformers import GenerationConfig
+
 from cbexp.drivers.vllm.failures import describe_not_installed, read_last_line, require_event
 from cbexp.drivers.vllm.process import WorkerProcess, WorkerTimeoutError
 from cbexp.engine.requests import RequestLimits
@@ -23,7 +25,8 @@ class VllmConfig:
     """How the worker is started, and what it serves.
 
     `environment` is the worker's whole. `engine` has the arguments of vLLM's `LLM`. `device_type` (cuda or cpu) is what
-    the settings were resolved for. Of `settings` it reads compile mode, limit and stop ids.
+    the settings were resolved for. Of `settings` it reads compile mode, limit and stop ids. `model_defaults`: the
+    checkpoint's own generation config, which vLLM is not given.
     """
 
     python: str
@@ -34,6 +37,7 @@ class VllmConfig:
     device_type: str
     settings: CBSyncConfig
     request_limits: RequestLimits
+    model_defaults: GenerationConfig | None = None
 
     @property
     def gpu(self) -> str | None:

@@ -23,6 +23,7 @@ from transformers.generation.continuous_batching.requests import (
 from cbexp.engine.buffers import DecodeRow, PagePool
 from cbexp.engine.requests import PromptGroup, RequestBook
 from cbexp.engine.sampling import HeadInputs, choose
+from cbexp.engine.support import read_positions
 from cbexp.engine.types import CBSyncConfig, StepInfo, StepKind
 from cbexp.engine.upstream.admission import Admission
 from cbexp.engine.upstream.build import (
@@ -79,17 +80,17 @@ class Batcher:
         self._described = describe_processor(self._processor)
         self.num_blocks = int(self._cache.num_blocks)
         self.max_request_tokens = max_request_tokens(self._cache)
-        self.max_positions: int = (
-            getattr(model.config, "max_position_embeddings", None) or self._cache.max_tokens_read
-        )
+        self._positions = read_positions(model.config)
+        self.max_positions: int = self._positions.count or self._cache.max_tokens_read
 
     def describe(self) -> dict[str, Any]:
         """Settings as they run, as plain JSON values."""
         return dict(self._described)
 
     def suits(self, model: PreTrainedModel) -> bool:
-        """Whether the cache is where the model is now, in its dtype."""
-        return (self._device, self._dtype) == (model.device, model.dtype)
+        """Whether the cache is where the model is now, in its dtype, and tables are as long as its positions."""
+        now = model.device, model.dtype, read_positions(model.config)
+        return now == (self._device, self._dtype, self._positions)
 
     def page_pools(self) -> dict[str, PagePool]:
         """Attention type -> where its keys and values live."""

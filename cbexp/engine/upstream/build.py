@@ -37,6 +37,7 @@ from cbexp.engine.attention import ATTENTION_NAME
 from cbexp.engine.buffers import PagePool
 from cbexp.engine.requests import PromptGroup
 from cbexp.engine.settings import MAX_MEMORY_FRACTION
+from cbexp.engine.support import read_positions
 from cbexp.engine.types import CacheMemoryError, CBSyncConfig, EngineError, UnsupportedModelError
 from cbexp.engine.upstream.admission import AdmissionControl
 
@@ -297,7 +298,7 @@ def _block_table_width(config: PreTrainedConfig, settings: CBSyncConfig, device:
         return 0
     assert settings.num_blocks is not None
     cache_tokens = settings.num_blocks * settings.page_size
-    longest = min(cache_tokens, getattr(config, "max_position_embeddings", None) or cache_tokens)
+    longest = min(cache_tokens, read_positions(config).count or cache_tokens)
     return math.ceil(longest / settings.page_size)
 
 
