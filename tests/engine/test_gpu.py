@@ -195,5 +195,5 @@ def test_close_gives_the_memory_back(new_model, make_driver, prompts):
     drive(driver, prompts)
     driver.close()
     # cuBLAS keeps its workspaces.
-    assert torch.cuda.memory_allocated() - before[0] < 2**27
-    assert torch.cuda.memory_reserved() - before[1] < 2**27
+    assert torch.cuda.memory_allocated() - before[0] < 2**20
+    assert torch.cuda.memory_reserved() - before[1] < 2**22
