@@ -26,7 +26,7 @@ from cbexp.engine.sizing import (
     count_blocks_needed,
     resolve_max_requests,
 )
-from cbexp.engine.support import check_transformers_version, require_supported_model
+from cbexp.engine.support import check_transformers_version, require_supported_model, unsupported
 from cbexp.engine.types import CBSyncConfig, EngineError, StepInfo, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -221,15 +221,42 @@ class SyncCBDriver(ModelDriver):
                 self._engine = None
 
     def _probe(self) -> None:
-        """Generate two tokens in a cache of one request: many architectures take a paged cache on paper only.
+        """Raise `UnsupportedModelError` unless what is driven is the model's own forward, see `_check_forward`.
 
-        Raises `UnsupportedModelError` when the model's forward fails on one. Running out of memory is no such failure.
+        The message says whether the attention that the model was loaded with would do.
         """
+        from cbexp.engine import upstream
+
+        try:
+            self._check_forward(self._config)
+        except UnsupportedModelError as error:
+            if not (self._config.has_engine_attention and upstream.reads_paged_cache(self._model.config)):
+                raise
+            own = self._model.config._attn_implementation
+            try:
+                self._check_forward(replace(self._config, attn_implementation=own))
+            except UnsupportedModelError:
+                raise error from None
+            raise UnsupportedModelError(
+                f"{error} Use attn_implementation={own!r}, which the model was loaded with."
+            ) from error
+
+    def _check_forward(self, config: CBSyncConfig) -> None:
+        """Drive two small requests with the attention of `config`, and compare the logits with the model's own forward.
+
+        Raises `UnsupportedModelError` when either fails, or when they differ. Running out of memory is no such failure.
+        """
+        from cbexp.engine import probe, upstream
+
+        own = self._model.config._attn_implementation
+        if own == upstream.attention_name(CBSyncConfig()):
+            own = "eager"  # inside of another driver's drive; every model has that one
+        groups = probe.build_groups(super()._request_limits())
         settings = replace(
-            self._config,
-            num_blocks=1 + self._rounding_blocks,
-            max_batch_tokens=self._config.page_size,
-            max_requests_per_batch=1,
+            config,
+            num_blocks=count_blocks_needed(groups, config.page_size, self._rounding_blocks),
+            max_batch_tokens=max(config.page_size, sum(len(group.prompt_ids) for group in groups)),
+            max_requests_per_batch=len(groups),
             max_burst=1,
             allow_block_sharing=False,
             scheduler="fifo",
@@ -239,24 +266,20 @@ class SyncCBDriver(ModelDriver):
             fusion="none",
             self_check=False,
         )
-        group = PromptGroup(range(1), (0,), 2, (), time.perf_counter())
-        with self._borrowed():
-            engine = _build_engine(self._model, settings, ())
-            try:
-                engine.batcher.begin(RequestBook([group]), safety_margin=0.0, num_slots=1)
-                engine.decoder.begin()
-                engine.batcher.submit(group)
-                while _run_step(engine) is not None:
-                    pass
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:
-                raise UnsupportedModelError(
-                    f"{type(self._model).__name__} cannot be driven: its forward fails on a paged cache "
-                    f"({type(error).__name__}: {error})."
-                ) from error
-            finally:
-                engine.close()
+        with exclusive_use(self._model):
+            with (
+                _refusing(self._model, "its forward fails on a paged cache"),
+                borrowed_for_inference(self._model, upstream.attention_name(config)),
+                probe.recorded_logits(self._model) as logits,
+            ):
+                token_ids = _generate(_build_engine(self._model, settings, ()), groups)
+            with (
+                _refusing(self._model, "its own forward fails without a cache"),
+                borrowed_for_inference(self._model, own),
+            ):
+                difference = probe.find_difference(self._model, token_ids, logits)
+        if difference is not None:
+            raise unsupported(self._model, difference)
 
 
 @dataclass
@@ -317,6 +340,37 @@ def _build_engine(model: PreTrainedModel, settings: CBSyncConfig, eos_token_ids:
     with batcher.on_stream():
         decoder = Decoder(model, batcher.page_pools(), settings, eos_token_ids, batcher.max_positions)
     return _Engine(batcher, decoder)
+
+
+@contextmanager
+def _refusing(model: PreTrainedModel, what_fails: str) -> Iterator[None]:
+    """Make an `UnsupportedModelError` of any error in the body, but of running out of memory."""
+    try:
+        yield
+    except Exception as error:
+        # The allocator of CPUs raises a plain RuntimeError.
+        if isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
+            raise
+        first_line = str(error).strip().partition("\n")[0].rstrip(".")
+        raise unsupported(model, f"{what_fails} ({type(error).__name__}: {first_line})") from error
+
+
+def _generate(engine: _Engine, groups: list[PromptGroup]) -> list[tuple[int, ...]]:
+    """The tokens of each prompt and what it is continued with, by an engine that is closed then."""
+    book = RequestBook(groups)
+    try:
+        engine.batcher.begin(book, safety_margin=0.0, num_slots=len(groups))
+        engine.decoder.begin()
+        for group in groups:
+            engine.batcher.submit(group)
+        while _run_step(engine) is not None:
+            pass
+        completions = list(book.completions({}, SyncCBDriver.lost_error).values())
+        for error in filter(None, (completion.error for completion in completions)):
+            raise RuntimeError(error)
+        return [completion.prompt_ids + completion.completion_ids for completion in completions]
+    finally:
+        engine.close()
 
 
 def _run_step(engine: _Engine) -> StepInfo | None:

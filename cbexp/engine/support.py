@@ -39,16 +39,17 @@ def require_supported_model(model: Any) -> PreTrainedModel:
 
     base = _unwrap_peft(model)
     if not isinstance(base, PreTrainedModel):
-        raise _unsupported(base, "it is not a transformers model; pass the module inside the wrapper")
+        raise unsupported(base, "it is not a transformers model; pass the module inside the wrapper")
     reason = _placement_problem(base) or find_architecture_problem(base.config, type(base))
     if reason is None and not base.can_generate():
         reason = "it has no language-model head; load it with AutoModelForCausalLM"
     if reason is not None:
-        raise _unsupported(base, reason)
+        raise unsupported(base, reason)
     return base
 
 
-def _unsupported(model: Any, reason: str) -> UnsupportedModelError:
+def unsupported(model: Any, reason: str) -> UnsupportedModelError:
+    """The error that names `model`; `reason` is half a sentence."""
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     kind = "" if model_type is None else f" (model type {model_type})"
     return UnsupportedModelError(f"{type(model).__name__}{kind} cannot be driven: {reason}.")
@@ -59,9 +60,7 @@ def _unwrap_peft(model: Any) -> Any:
     if not hasattr(model, "peft_config") or not hasattr(model, "get_base_model"):
         return model
     if any(getattr(config, "is_prompt_learning", False) for config in model.peft_config.values()):
-        raise _unsupported(
-            model, "prompt-learning adapters change the inputs; LoRA and its kin are supported"
-        )
+        raise unsupported(model, "prompt-learning adapters change the inputs; LoRA and its kin are supported")
     return model.get_base_model()
 
 

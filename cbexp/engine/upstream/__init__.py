@@ -8,6 +8,7 @@ from cbexp.engine.upstream.build import (
     child_id,
     count_rounding_blocks,
     max_request_tokens,
+    reads_paged_cache,
     require_paged_attention,
 )
 
@@ -19,5 +20,6 @@ __all__ = [
     "child_id",
     "count_rounding_blocks",
     "max_request_tokens",
+    "reads_paged_cache",
     "require_paged_attention",
 ]
