@@ -123,9 +123,9 @@ class SyncCBDriver(ModelDriver):
     ) -> list[float]:
         """Mean seconds of a decode step in each of `num_bursts` bursts of `num_steps`, without prompts or a scheduler.
 
-        Each of `batch` rows, one of the batch sizes, attends to `context` tokens. Raises `EngineError` when the cache
-        or the buffers are too small for that, or when there is no cache yet; `TypeError` or `ValueError` for an
-        argument that is no int of at least 1.
+        Each of `batch` rows, one of the batch sizes, attends to `context` tokens. Raises `EngineError` when the cache,
+        the buffers or the model's positions are too few for that, or when there is no cache yet; `TypeError` or
+        `ValueError` for an argument that is no int of at least 1.
         """
         self._check_usable("time_decode_steps")
         asked = {"batch": batch, "context": context, "num_steps": num_steps, "num_bursts": num_bursts}

@@ -43,6 +43,7 @@ class Decoder:
         assert settings.max_requests_per_batch is not None
         self._model = model
         self._settings = settings
+        self._max_positions = max_positions
         self._has_eos = bool(eos_token_ids)
         self._shapes = build_batch_shapes(
             settings.batch_shape, settings.buckets, settings.max_requests_per_batch
@@ -148,6 +149,8 @@ class Decoder:
             context=context,
             num_steps=num_steps,
             num_bursts=num_bursts,
+            vocab_size=self._model.config.vocab_size,
+            max_positions=self._max_positions,
         )
 
     def describe(self) -> dict[str, Any]:
@@ -201,6 +204,8 @@ class Decoder:
                     self._buffers,
                     bucket=bucket,
                     mode=self._settings.compile_mode,
+                    vocab_size=self._model.config.vocab_size,
+                    max_positions=self._max_positions,
                 )
             self._prepared.add(bucket)
         return self._runner
