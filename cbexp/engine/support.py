@@ -56,12 +56,21 @@ def unsupported(model: Any, reason: str) -> UnsupportedModelError:
 
 
 def _unwrap_peft(model: Any) -> Any:
-    """The base model, into which PEFT has injected its layers; the wrapper's own forward adds only prompt learning."""
+    """The base model, into which PEFT has injected its layers, where the wrapper's own forward adds nothing to it."""
     if not hasattr(model, "peft_config") or not hasattr(model, "get_base_model"):
         return model
     if any(getattr(config, "is_prompt_learning", False) for config in model.peft_config.values()):
         raise unsupported(model, "prompt-learning adapters change the inputs; LoRA and its kin are supported")
+    if any(_depends_on_wrapper(config) for config in model.peft_config.values()):
+        raise unsupported(
+            model, "activated LoRA and X-LoRA change with the prompt; LoRA and its kin are supported"
+        )
     return model.get_base_model()
+
+
+def _depends_on_wrapper(peft_config: Any) -> bool:
+    is_xlora = getattr(peft_config, "peft_type", None) == "XLORA"
+    return is_xlora or getattr(peft_config, "alora_invocation_tokens", None) is not None
 
 
 def _placement_problem(model: PreTrainedModel) -> str | None:

@@ -4,7 +4,7 @@ from importlib.metadata import requires
 
 import pytest
 import torch
-from peft import PromptTuningConfig, get_peft_model
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
@@ -33,6 +33,7 @@ def changed(change):
 
 
 PROMPT_TUNING = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+ACTIVATED = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[1, 2])
 
 # What is made of a good model -> the reason; its class is named beside it. Architectures are in test_families.
 REFUSED = {
@@ -51,6 +52,10 @@ REFUSED = {
         r"its forward fails on a paged cache \((TypeError|AttributeError)",
     ),
     "prompt learning": (lambda model: get_peft_model(model, PROMPT_TUNING), "prompt-learning"),
+    "activated LoRA": (
+        lambda model: get_peft_model(model, ACTIVATED),
+        "activated LoRA .* change with the prompt",
+    ),
 }
 
 
