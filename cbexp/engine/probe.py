@@ -96,9 +96,10 @@ def _summarize(model: PreTrainedModel, expected: Tensor, actual: Tensor) -> tupl
 
 
 def _rounds_coarsely(model: PreTrainedModel) -> bool:
-    """Whether products are of ten bits or less: in half precision, and where float32 may be computed in TF32."""
-    is_half = model.dtype in (torch.float16, torch.bfloat16)
-    return is_half or (model.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest")
+    """Whether products are of ten bits or less, as in half precision, or may be: quantised ones, and TF32."""
+    if model.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        return True
+    return model.dtype not in (torch.float32, torch.float64) or getattr(model, "is_quantized", False)
 
 
 def _run_plainly(model: PreTrainedModel, token_ids: Sequence[Sequence[int]], num_last: int) -> Tensor:
