@@ -19,12 +19,13 @@ from cbexp.engine.requests import PromptGroup, RequestLimits
 # Two rows of different lengths: what a model computes once for a batch is wrong for one of them.
 PROMPT_LENGTHS = (8, 3)
 NUM_NEW_TOKENS = 4
-# What rounding may do at any position.
+# What rounding may do at any position. Random models of 80 layers reach 2e-5 in float32, those of 32 experts 5e-4.
 MAX_DIFFERENCE = 1e-3
-# What it may do in half precision at most positions of a row: it may choose another expert at one of them.
+# What it may do in half precision at most positions of a row: it may choose another expert at one of them. Random dense
+# models of 80 layers reach 0.23.
 MAX_MEDIAN_IN_HALF_PRECISION = 0.25
-
 # A model that makes more of rounding than that is compared with what it makes of its own embeddings, rounded anew.
+# Right ones reach 1.4 of it (random experts, 24 and 80 layers), and DiffLlama in bfloat16 7 at the least.
 MAX_TIMES_ROUNDING = 3
 
 
