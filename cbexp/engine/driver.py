@@ -17,6 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from cbexp.engine.borrow import borrowed_for_inference, exclusive_use
 from cbexp.engine.interrupts import deferring_interrupts
 from cbexp.engine.model_driver import ModelDriver
+from cbexp.engine.probe import build_trial_groups, find_difference, recorded_logits
 from cbexp.engine.requests import PromptGroup, RequestBook, RequestLimits
 from cbexp.engine.sampling import HeadInputs
 from cbexp.engine.settings import check_config, check_count, check_device
@@ -246,12 +247,12 @@ class SyncCBDriver(ModelDriver):
 
         Raises `UnsupportedModelError` when either fails, or when they differ. Running out of memory is no such failure.
         """
-        from cbexp.engine import probe, upstream
+        from cbexp.engine import upstream
 
         own = self._model.config._attn_implementation
         if own == upstream.attention_name(CBSyncConfig()):
             own = "eager"  # inside of another driver's drive; every model has that one
-        groups = probe.build_groups(super()._request_limits())
+        groups = build_trial_groups(super()._request_limits())
         settings = replace(
             config,
             num_blocks=count_blocks_needed(groups, config.page_size, self._rounding_blocks),
@@ -270,14 +271,14 @@ class SyncCBDriver(ModelDriver):
             with (
                 _refusing(self._model, "its forward fails on a paged cache"),
                 borrowed_for_inference(self._model, upstream.attention_name(config)),
-                probe.recorded_logits(self._model) as logits,
+                recorded_logits(self._model) as logits,
             ):
                 token_ids = _generate(_build_engine(self._model, settings, ()), groups)
             with (
                 _refusing(self._model, "its own forward fails without a cache"),
                 borrowed_for_inference(self._model, own),
             ):
-                difference = probe.find_difference(self._model, token_ids, logits)
+                difference = find_difference(self._model, token_ids, logits)
         if difference is not None:
             raise unsupported(self._model, difference)
 

@@ -29,7 +29,7 @@ MAX_MEDIAN_IN_HALF_PRECISION = 0.25
 MAX_TIMES_ROUNDING = 3
 
 
-def build_groups(limits: RequestLimits) -> list[PromptGroup]:
+def build_trial_groups(limits: RequestLimits) -> list[PromptGroup]:
     """Prompts of known tokens, the longest first, shorter where the model has few positions."""
     num_fed = PROMPT_LENGTHS[0] + NUM_NEW_TOKENS - 1  # the last token is never fed back
     if limits.max_positions is not None:
