@@ -34,12 +34,11 @@ def logits(loaded: LoadedModel) -> torch.Tensor:
         return loaded.model(PROMPT).logits
 
 
-def save_adapter(folder: Path) -> Path:
+def save_adapter(folder: Path, **settings: Any) -> Path:
     values = dict(QWEN3)
     base = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
-    config = LoraConfig(
-        r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
-    )
+    settings = {"target_modules": ["q_proj", "v_proj"], **settings}
+    config = LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **settings)
     get_peft_model(base, config).save_pretrained(folder)
     return folder
 
@@ -66,6 +65,49 @@ def test_a_random_adapter_follows_the_seed_changes_the_outputs_and_can_be_merged
         torch.bfloat16,
     )
     assert (apart.vocab_size, apart.generation_eos_ids) == (bare.vocab_size, (257,))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": ["lm_head"]},
+        {"target_modules": ["embed_tokens", "q_proj"]},
+        {"target_modules": ["lm_head", "embed_tokens"]},
+        {"target_modules": ["embed_tokens"], "ensure_weight_tying": True},
+        {"target_modules": ["lm_head", "q_proj"], "use_dora": True},
+        {"modules_to_save": ["lm_head"]},
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+def test_a_merged_adapter_on_a_tied_weight_is_what_it_was_apart(tmp_path, settings):
+    """Each load merges into weights of its own, which come to the same bits each time."""
+    path = str(save_adapter(tmp_path / "adapter", **settings))
+    bare, apart, merged, again = (
+        logits(load(adapter))
+        for adapter in (AdapterConfig(), lora(path=path), *[lora(path=path, merged=True)] * 2)
+    )
+    assert (apart - bare).norm() > 1e-2 * bare.norm()
+    assert (apart - merged).norm() < 1e-5 * apart.norm()
+    assert torch.equal(merged, again)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"lora_bias": True}, "the base layer has no bias"),
+        ({"alora_invocation_tokens": [1, 2]}, "aLoRA does not support merging"),
+        ({"trainable_token_indices": [4, 5], "target_modules": ["lm_head"]}, "it has tokens of its own"),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+def test_an_adapter_that_cannot_be_merged_is_refused(tmp_path, settings, reason):
+    path = str(save_adapter(tmp_path / "adapter", **settings))
+    assert load(lora(path=path)).adapter_dtype == torch.float32
+    message = rf"The LoRA adapter .*cannot be merged: .*{reason}.*\. Run it with adapter\.merged=false\.$"
+    with pytest.raises(ModelError, match=message):
+        load(lora(path=path, merged=True))
 
 
 def test_a_saved_adapter_comes_back(tmp_path, monkeypatch):

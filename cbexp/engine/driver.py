@@ -17,6 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from cbexp.engine.borrow import borrowed_for_inference, exclusive_use
 from cbexp.engine.interrupts import deferring_interrupts
 from cbexp.engine.model_driver import ModelDriver
+from cbexp.engine.probe import build_trial_groups, find_difference, recorded_logits
 from cbexp.engine.requests import GroupLengths, PromptGroup, RequestBook, RequestLimits
 from cbexp.engine.sampling import HeadInputs
 from cbexp.engine.settings import check_config, check_count, check_device
@@ -29,7 +30,7 @@ from cbexp.engine.sizing import (
     measure_need,
     size_cache,
 )
-from cbexp.engine.support import check_transformers_version
+from cbexp.engine.support import check_transformers_version, unsupported
 from cbexp.engine.types import CBSyncConfig, EngineError, StepInfo, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -130,9 +131,9 @@ class SyncCBDriver(ModelDriver):
     ) -> list[float]:
         """Mean seconds of a decode step in each of `num_bursts` bursts of `num_steps`, without prompts or a scheduler.
 
-        Each of `batch` rows, one of the batch sizes, attends to `context` tokens. Raises `EngineError` when the cache
-        or the buffers are too small for that, or when there is no cache yet; `TypeError` or `ValueError` for an
-        argument that is no int of at least 1.
+        Each of `batch` rows, one of the batch sizes, attends to `context` tokens. Raises `EngineError` when the cache,
+        the buffers or the model's positions are too few for that, or when there is no cache yet; `TypeError` or
+        `ValueError` for an argument that is no int of at least 1.
         """
         self._check_usable("time_decode_steps")
         asked = {"batch": batch, "context": context, "num_steps": num_steps, "num_bursts": num_bursts}
@@ -236,14 +237,41 @@ class SyncCBDriver(ModelDriver):
                 self._engine = None
 
     def _probe(self) -> None:
-        """Generate two tokens in a cache of one request: many architectures take a paged cache on paper only.
+        """Raise `UnsupportedModelError` unless what is driven is the model's own forward, see `_check_forward`.
 
-        Raises `UnsupportedModelError` when the model's forward fails on one. Running out of memory is no such failure.
+        The message says whether the attention that the model was loaded with would do.
         """
+        from cbexp.engine import upstream
+
+        try:
+            self._check_forward(self._config)
+        except UnsupportedModelError as error:
+            if not (self._config.has_engine_attention and upstream.reads_paged_cache(self._model.config)):
+                raise
+            own = self._model.config._attn_implementation
+            try:
+                self._check_forward(replace(self._config, attn_implementation=own))
+            except UnsupportedModelError:
+                raise error from None
+            raise UnsupportedModelError(
+                f"{error} Use attn_implementation={own!r}, which the model was loaded with."
+            ) from error
+
+    def _check_forward(self, config: CBSyncConfig) -> None:
+        """Drive two small requests with the attention of `config`, and compare the logits with the model's own forward.
+
+        Raises `UnsupportedModelError` when either fails, or when they differ. Running out of memory is no such failure.
+        """
+        from cbexp.engine import upstream
+
+        own = self._model.config._attn_implementation
+        if own == upstream.attention_name(CBSyncConfig()):
+            own = "eager"  # inside of another driver's drive; every model has that one
+        groups = build_trial_groups(super()._request_limits())
         settings = replace(
-            self._config,
-            max_batch_tokens=self._config.page_size,
-            max_requests_per_batch=1,
+            config,
+            max_batch_tokens=max(config.page_size, sum(len(group.prompt_ids) for group in groups)),
+            max_requests_per_batch=len(groups),
             max_burst=1,
             allow_block_sharing=False,
             scheduler="fifo",
@@ -253,26 +281,22 @@ class SyncCBDriver(ModelDriver):
             fusion="none",
             self_check=False,
         )
-        group = PromptGroup(range(1), (0,), 2, (), time.perf_counter())
-        need = measure_need([group.lengths], self._model.config, settings)
-        size = CacheSize(need.num_blocks, need.batch_tokens, max_requests_per_batch=1, is_bounded=False)
-        with self._borrowed():
-            engine = _build_engine(self._model, settings, size, ())
-            try:
-                engine.batcher.begin(RequestBook([group]), safety_margin=0.0, num_slots=1)
-                engine.decoder.begin()
-                engine.batcher.submit(group)
-                while _run_step(engine) is not None:
-                    pass
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:
-                raise UnsupportedModelError(
-                    f"{type(self._model).__name__} cannot be driven: its forward fails on a paged cache "
-                    f"({type(error).__name__}: {error})."
-                ) from error
-            finally:
-                engine.close()
+        need = measure_need([group.lengths for group in groups], self._model.config, settings)
+        size = CacheSize(need.num_blocks, need.batch_tokens, len(groups), is_bounded=False)
+        with exclusive_use(self._model):
+            with (
+                _refusing(self._model, "its forward fails on a paged cache"),
+                borrowed_for_inference(self._model, upstream.attention_name(config)),
+                recorded_logits(self._model) as logits,
+            ):
+                token_ids = _generate(_build_engine(self._model, settings, size, ()), groups)
+            with (
+                _refusing(self._model, "its own forward fails without a cache"),
+                borrowed_for_inference(self._model, own),
+            ):
+                difference = find_difference(self._model, token_ids, logits)
+        if difference is not None:
+            raise unsupported(self._model, difference)
 
 
 @dataclass
@@ -347,6 +371,37 @@ def _build_engine(
     with batcher.on_stream():
         decoder = Decoder(model, batcher.page_pools(), settings, eos_token_ids, batcher.max_positions, record)
     return _Engine(batcher, decoder, size)
+
+
+@contextmanager
+def _refusing(model: PreTrainedModel, what_fails: str) -> Iterator[None]:
+    """Make an `UnsupportedModelError` of any error in the body, but of running out of memory."""
+    try:
+        yield
+    except Exception as error:
+        # The allocator of CPUs raises a plain RuntimeError.
+        if isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
+            raise
+        first_line = str(error).strip().partition("\n")[0].rstrip(".")
+        raise unsupported(model, f"{what_fails} ({type(error).__name__}: {first_line})") from error
+
+
+def _generate(engine: _Engine, groups: list[PromptGroup]) -> list[tuple[int, ...]]:
+    """The tokens of each prompt and what it is continued with, by an engine that is closed then."""
+    book = RequestBook(groups)
+    try:
+        engine.batcher.begin(book, safety_margin=0.0, num_slots=len(groups))
+        engine.decoder.begin()
+        for group in groups:
+            engine.batcher.submit(group)
+        while _run_step(engine) is not None:
+            pass
+        completions = list(book.completions({}, SyncCBDriver.lost_error).values())
+        for error in filter(None, (completion.error for completion in completions)):
+            raise RuntimeError(error)
+        return [completion.prompt_ids + completion.completion_ids for completion in completions]
+    finally:
+        engine.close()
 
 
 def _run_step(engine: _Engine) -> StepInfo | None:

@@ -45,30 +45,38 @@ def require_supported_model(model: Any) -> PreTrainedModel:
 
     base = _unwrap_peft(model)
     if not isinstance(base, PreTrainedModel):
-        raise _unsupported(base, "it is not a transformers model; pass the module inside the wrapper")
+        raise unsupported(base, "it is not a transformers model; pass the module inside the wrapper")
     reason = _placement_problem(base) or find_architecture_problem(base.config, type(base))
     if reason is None and not base.can_generate():
         reason = "it has no language-model head; load it with AutoModelForCausalLM"
     if reason is not None:
-        raise _unsupported(base, reason)
+        raise unsupported(base, reason)
     return base
 
 
-def _unsupported(model: Any, reason: str) -> UnsupportedModelError:
+def unsupported(model: Any, reason: str) -> UnsupportedModelError:
+    """The error that names `model`; `reason` is half a sentence."""
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     kind = "" if model_type is None else f" (model type {model_type})"
     return UnsupportedModelError(f"{type(model).__name__}{kind} cannot be driven: {reason}.")
 
 
 def _unwrap_peft(model: Any) -> Any:
-    """The base model, into which PEFT has injected its layers; the wrapper's own forward adds only prompt learning."""
+    """The base model, into which PEFT has injected its layers, where the wrapper's own forward adds nothing to it."""
     if not hasattr(model, "peft_config") or not hasattr(model, "get_base_model"):
         return model
     if any(getattr(config, "is_prompt_learning", False) for config in model.peft_config.values()):
-        raise _unsupported(
-            model, "prompt-learning adapters change the inputs; LoRA and its kin are supported"
+        raise unsupported(model, "prompt-learning adapters change the inputs; LoRA and its kin are supported")
+    if any(_depends_on_wrapper(config) for config in model.peft_config.values()):
+        raise unsupported(
+            model, "activated LoRA and X-LoRA change with the prompt; LoRA and its kin are supported"
         )
     return model.get_base_model()
+
+
+def _depends_on_wrapper(peft_config: Any) -> bool:
+    is_xlora = getattr(peft_config, "peft_type", None) == "XLORA"
+    return is_xlora or getattr(peft_config, "alora_invocation_tokens", None) is not None
 
 
 def _placement_problem(model: PreTrainedModel) -> str | None:

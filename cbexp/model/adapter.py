@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +18,10 @@ from cbexp.errors import ModelError
 from cbexp.hub import Source, explained_loading, first_line, resolve_source
 from cbexp.model.random_model import seeded
 
+# PEFT says that merging may go wrong then, which `_untie_targets` is for, and later that weights are no longer tied.
+TIED_WEIGHT_WARNINGS = (
+    r"Model (has|with) `tie_word_embeddings=True`|Input and output embeddings are no longer tied"
+)
 # PEFT's own non-zero initialisation changes a layer's output by about two thirds; this one by about a tenth at rank 16.
 RANDOM_LORA_B_STD = 0.02
 
@@ -37,10 +43,16 @@ def attach_adapter(model: PreTrainedModel, config: AdapterConfig, seed: int) -> 
     """Return `model` with the adapter of `config`, in eval mode. A random one is drawn from `seed`.
 
     Raises:
-        ModelError: the adapter is missing, unreadable, no LoRA, or does not belong to this model.
+        ModelError: the adapter is missing, unreadable, no LoRA, does not belong to this model, or cannot be merged.
     """
     if config.kind == "none":
         return AttachedAdapter(model, None, None)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", TIED_WEIGHT_WARNINGS)
+        return _attach(model, config, seed)
+
+
+def _attach(model: PreTrainedModel, config: AdapterConfig, seed: int) -> AttachedAdapter:
     if config.path is None:
         adapted = _build_random_adapter(model, config, seed)
         description = (
@@ -51,8 +63,49 @@ def attach_adapter(model: PreTrainedModel, config: AdapterConfig, seed: int) -> 
         adapted = _load_adapter(model, source)
         description = str(source)
     if config.merged:
-        return AttachedAdapter(adapted.merge_and_unload().eval(), f"{description}, merged", None)
+        return AttachedAdapter(_merge(adapted, description).eval(), f"{description}, merged", None)
     return AttachedAdapter(adapted.eval(), description, _adapter_dtype(adapted))
+
+
+def _merge(adapted: Any, description: str) -> Any:
+    """The base model, with the adapter's product in weights that were loaded for this run."""
+    if any(config.trainable_token_indices for config in adapted.peft_config.values()):
+        # PEFT loses the tokens' change of a tied head that is adapted as well.
+        raise _not_mergeable(description, "it has tokens of its own (trainable_token_indices)")
+    _untie_targets(adapted)
+    try:
+        return adapted.merge_and_unload()
+    except (ValueError, RuntimeError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise _not_mergeable(description, first_line(error).rstrip(".")) from error
+
+
+def _not_mergeable(description: str, reason: str) -> ModelError:
+    return ModelError(
+        f"The LoRA adapter ({description}) cannot be merged: {reason}. Run it with adapter.merged=false."
+    )
+
+
+def _untie_targets(adapted: Any) -> None:
+    """Give each adapted module a weight of its own where it shares one, as a tied head does.
+
+    PEFT would merge into the shared weight, which changes the module that is not adapted as well.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    owners = Counter(
+        id(parameter) for module in adapted.modules() for parameter in module.parameters(recurse=False)
+    )
+    for layer in adapted.modules():
+        if not isinstance(layer, BaseTunerLayer):
+            continue
+        base = layer.get_base_layer()
+        for name, parameter in list(base.named_parameters(recurse=False)):
+            if owners[id(parameter)] > 1:
+                owners[id(parameter)] -= 1
+                own = torch.nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+                setattr(base, name, own)
 
 
 def _build_random_adapter(model: PreTrainedModel, config: AdapterConfig, seed: int) -> Any:

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 import numpy
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import IA3Config, LoHaConfig, LoraConfig, get_peft_model
 from transformers import CompileConfig
 
 from cbexp.engine import EngineError
@@ -178,6 +178,43 @@ def test_an_adapter_is_switched_trained_and_merged(
     trained = check()
     assert trained != attached
     assert drive(make_driver(model.merge_and_unload()), prompts) == trained
+
+
+HEAD = {"r": 4, "target_modules": ["lm_head", "q_proj"], "init_lora_weights": False}
+TUNERS = {
+    "tied head": [LoraConfig(**HEAD)],
+    "tied embedding": [LoraConfig(**HEAD | {"target_modules": ["embed_tokens"]})],
+    "tied head and a copy": [
+        LoraConfig(**HEAD | {"target_modules": ["v_proj"]}, modules_to_save=["lm_head"])
+    ],
+    "DoRA": [LoraConfig(**HEAD, use_dora=True)],
+    "LoHa": [LoHaConfig(r=4, target_modules=["q_proj", "up_proj"], init_weights=False)],
+    "IA3": [IA3Config(target_modules=["v_proj", "up_proj"], feedforward_modules=["up_proj"])],
+    "two adapters": [LoraConfig(**HEAD | {"target_modules": [name]}) for name in ("q_proj", "up_proj")],
+}
+
+
+@pytest.mark.parametrize("tuner", TUNERS)
+@pytest.mark.filterwarnings("ignore:Model (has|with) `tie_word_embeddings=True`:UserWarning")
+def test_what_the_caller_has_merged_is_what_runs(new_model, make_driver, prompts, greedy, tuner):
+    """PEFT merges into a tied weight for both of its owners; the engine runs what the model computes then."""
+    model = new_model("qwen3", tie_word_embeddings=True)
+    plain = [greedy(model, prompt, 12) for prompt in prompts[:3]]
+    torch.manual_seed(0)
+    first, *others = TUNERS[tuner]
+    model = get_peft_model(model, first).eval()
+    for index, config in enumerate(others):
+        model.add_adapter(f"other {index}", config)
+    model.base_model.set_adapter(list(model.peft_config))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    driver = make_driver(model, fusion="projections")
+    for change in (lambda: None, model.merge_adapter, model.unmerge_adapter):
+        change()
+        expected = [greedy(model, prompt, 12) for prompt in prompts[:3]]
+        assert drive(driver, prompts[:3]) == expected != plain
 
 
 def test_a_round_of_one_page_has_room_for_the_self_check(new_model, make_driver, prompts, references):

@@ -198,8 +198,8 @@ def test_a_request_that_upstream_loses_or_fails_is_returned_with_its_error(
             processor._handle_request_error(BoomError("out of luck"), state)
             processor.scheduler.finish_request("req_2")
 
-    monkeypatch.setattr(Batcher, "submit", submit_and_lose_second)
     driver = make_driver(model, on_step=fail_third, max_burst=1)
+    monkeypatch.setattr(Batcher, "submit", submit_and_lose_second)
     driver.add_requests(prompts)
     first, lost, failed, *others = driver.drive_until_empty().values()
     assert [c.completion_ids for c in (first, *others)] == expected[:1] + expected[3:]

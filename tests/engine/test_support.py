@@ -5,12 +5,14 @@ from importlib.metadata import requires
 
 import pytest
 import torch
-from peft import PromptTuningConfig, get_peft_model
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 from transformers import (
     Gemma3TextConfig,
+    HrmTextConfig,
+    HrmTextForCausalLM,
     LlamaModel,
     OPTConfig,
     OPTForCausalLM,
@@ -44,6 +46,7 @@ def changed(change):
 
 
 PROMPT_TUNING = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+ACTIVATED = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[1, 2])
 
 # What is made of a good model -> the reason; its class is named beside it. Architectures are in test_families.
 REFUSED = {
@@ -61,7 +64,15 @@ REFUSED = {
         lambda model: OPTForCausalLM(OPTConfig(**TINY, ffn_dim=48, word_embed_proj_dim=32)),
         r"its forward fails on a paged cache \((TypeError|AttributeError)",
     ),
+    "a config that takes no flash attention": (
+        lambda model: HrmTextForCausalLM(HrmTextConfig(**TINY, intermediate_size=48)),
+        r"its forward fails on a paged cache \(ValueError: .*prefix_lm=True[^\n]*$",
+    ),
     "prompt learning": (lambda model: get_peft_model(model, PROMPT_TUNING), "prompt-learning"),
+    "activated LoRA": (
+        lambda model: get_peft_model(model, ACTIVATED),
+        "activated LoRA .* change with the prompt",
+    ),
 }
 
 
@@ -93,15 +104,25 @@ def test_an_attention_implementation_that_reads_no_paged_cache(new_model):
         SyncCBDriver(model, config=CBSyncConfig(attn_implementation="flex_attention"))
 
 
-def test_running_out_of_memory_is_no_refusal(new_model):
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("no room"),
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_running_out_of_memory_is_no_refusal(new_model, error):
     model = new_model("qwen3")
 
     def run_out(module, args):
-        raise torch.OutOfMemoryError("no room")
+        raise error
 
     model.model.layers[0].register_forward_pre_hook(run_out)
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(type(error)) as raised:
         SyncCBDriver(model)
+    assert raised.value is error
 
 
 def test_the_versions_of_transformers_that_are_served(monkeypatch):

@@ -46,6 +46,7 @@ class Decoder:
         self.record = record or DecodeRecord()
         self._model = model
         self._settings = settings
+        self._max_positions = max_positions
         self._has_eos = bool(eos_token_ids)
         self._shapes = build_batch_shapes(
             settings.batch_shape, settings.buckets, settings.max_requests_per_batch
@@ -151,6 +152,8 @@ class Decoder:
             context=context,
             num_steps=num_steps,
             num_bursts=num_bursts,
+            vocab_size=self._model.config.vocab_size,
+            max_positions=self._max_positions,
         )
 
     def describe(self) -> dict[str, Any]:
@@ -192,6 +195,8 @@ class Decoder:
                     self._buffers,
                     bucket=bucket,
                     mode=self._settings.compile_mode,
+                    vocab_size=self._model.config.vocab_size,
+                    max_positions=self._max_positions,
                 )
                 self.record.checks.append(result)
             self._prepared.add(bucket)

@@ -96,19 +96,22 @@ def check_bucket(
     *,
     bucket: int,
     mode: str,
+    vocab_size: int,
+    max_positions: int,
     tolerance: Tolerance | None = None,
 ) -> SelfCheckResult:
     """Run one step of `bucket` rows three ways: eagerly by `reference`, by `forward`, and by `runner`.
 
     Compared are the logits of both forwards, the runner's tokens and the logit that it leaves behind of each, what each
     writes to the cache and where, and how the runner's rows advance. Buffers and cache are as before afterwards,
-    whatever they hold. `tolerance` None: that of the cache's dtype.
+    whatever they hold. The model's vocabulary and positions are not left. `tolerance` None: that of the cache's dtype.
 
     Raises:
         EngineError: they differ by more than rounding does; the message has bucket, mode and error.
     """
     tolerance = tolerance or TOLERANCES[buffers.layers[0].pages.dtype]
-    check = _Check(buffers, SyntheticRows(buffers, bucket), mode)
+    rows = SyntheticRows(buffers, bucket, vocab_size=vocab_size, max_positions=max_positions)
+    check = _Check(buffers, rows, mode)
     with check.rows.in_place():
         logits, cache = check.run_forward(reference, "the reference")
         if not bool(logits.isfinite().all()):

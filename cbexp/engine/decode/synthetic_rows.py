@@ -17,7 +17,6 @@ WRITE_TRASH_SECTOR = 1
 FIRST_FREE_SECTOR = 2
 # Of the self-check: short rows leave little to save, so all but the first have fewer tokens than this.
 MAX_TOKENS = 16
-# Few, so that every vocabulary has them.
 NUM_TOKEN_IDS = 32
 
 
@@ -25,13 +24,15 @@ class SyntheticRows:
     """The first rows of `buffers` at positions of all kinds, on pages of a cache in any state, which is put back.
 
     Of `bucket` rows, the last is inactive when there are several, and so are those for which the cache has no block.
-    The first row's new token opens its second block, where tables are wide enough.
+    The first row's new token opens its second block, where tables are wide enough. Tokens are of a vocabulary of
+    `vocab_size`, positions less than `max_positions`.
     Raises `EngineError` when the cache has no room for one row.
     """
 
-    def __init__(self, buffers: DecodeBuffers, bucket: int) -> None:
+    def __init__(self, buffers: DecodeBuffers, bucket: int, *, vocab_size: int, max_positions: int) -> None:
         self.bucket = bucket
-        self.positions = _choose_positions(buffers.pools, bucket)
+        self.positions = _choose_positions(buffers.pools, bucket, max_positions)
+        self._num_token_ids = min(NUM_TOKEN_IDS, vocab_size)
         self._buffers = buffers
         self._tables = _lay_out_check(buffers.pools, self.positions)
         tables = {
@@ -63,7 +64,7 @@ class SyntheticRows:
         buffers = self._buffers
         buffers.clear()
         buffers.positions[: self.bucket].copy_(torch.tensor(self.positions, dtype=torch.int32))
-        buffers.token_ids[: self.bucket].copy_(torch.arange(self.bucket) % NUM_TOKEN_IDS)
+        buffers.token_ids[: self.bucket].copy_(torch.arange(self.bucket) % self._num_token_ids)
         buffers.remaining.fill_(2)
         buffers.best_logits.fill_(math.nan)
         for seed, slots in enumerate(self._slots):
@@ -145,7 +146,7 @@ def _list_slots(positions: Sequence[int], window: int) -> tuple[list[int], list[
     return list(rows), list(slots), list(is_new)
 
 
-def _choose_positions(pools: Mapping[str, PagePool], bucket: int) -> list[int]:
+def _choose_positions(pools: Mapping[str, PagePool], bucket: int, max_positions: int) -> list[int]:
     """Position of each row, -1 for an inactive one."""
     page_size = next(iter(pools.values())).pages.shape[1]
     num_active = next((n for n in range(max(1, bucket - 1), 0, -1) if _fits(pools, n)), 0)
@@ -155,8 +156,8 @@ def _choose_positions(pools: Mapping[str, PagePool], bucket: int) -> list[int]:
         )
     widths = [pool.table_width for pool in pools.values() if not pool.window]
     first = page_size if min(widths, default=1) > 1 else page_size - 1
-    others = [(7 * row) % min(page_size, MAX_TOKENS) for row in range(1, num_active)]
-    return [first, *others] + [-1] * (bucket - num_active)
+    others = [(7 * row) % min(page_size, MAX_TOKENS, max_positions) for row in range(1, num_active)]
+    return [min(first, max_positions - 1), *others] + [-1] * (bucket - num_active)
 
 
 def _fits(pools: Mapping[str, PagePool], num_active: int) -> bool:

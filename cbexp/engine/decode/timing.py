@@ -6,6 +6,7 @@ import time
 from collections import deque
 
 import torch
+from torch import Tensor
 
 from cbexp.engine.buffers import DecodeBuffers
 from cbexp.engine.decode.step import StepRunner
@@ -68,6 +69,8 @@ def time_decode_steps(
     bucket: int,
     context: int,
     num_steps: int,
+    vocab_size: int,
+    max_positions: int,
     num_bursts: int = 7,
 ) -> list[float]:
     """Return the mean seconds of a step in each of `num_bursts` bursts of `num_steps`, after one that is not counted.
@@ -77,26 +80,33 @@ def time_decode_steps(
     The cache must be idle: what its free blocks hold is overwritten, while the buffers are as before afterwards.
 
     Raises:
-        EngineError: buffers or cache are too small for the rows.
+        EngineError: buffers or cache are too small for the rows, or the model has too few positions.
     """
     if not 1 <= num_steps <= buffers.max_burst:
         raise EngineError(
             f"num_steps={num_steps} must be from 1 to {buffers.max_burst}, which the decode buffers hold."
         )
     first_position = max(0, context - 1 - num_steps // 2)
+    if first_position + num_steps > max_positions:
+        raise EngineError(
+            f"context={context} with num_steps={num_steps} in its middle takes {first_position + num_steps} positions, "
+            f"and the model has {max_positions}: lower one of them."
+        )
+    token_ids = torch.arange(bucket) % vocab_size
     seconds = []
     with buffers.saved():
         fill_free_pages(buffers, bucket, first_position + num_steps)
         for _ in range(1 + num_bursts):
-            _place_rows(buffers, bucket, first_position, num_steps)
+            _place_rows(buffers, token_ids, first_position, num_steps)
             seconds.append(_time_burst(runner, buffers.device, bucket, num_steps))
     return seconds[1:]
 
 
-def _place_rows(buffers: DecodeBuffers, num_rows: int, first_position: int, num_steps: int) -> None:
-    """Put the rows where a burst starts."""
+def _place_rows(buffers: DecodeBuffers, token_ids: Tensor, first_position: int, num_steps: int) -> None:
+    """Put a row for each token where a burst starts."""
+    num_rows = len(token_ids)
     buffers.clear()
-    buffers.token_ids[:num_rows].copy_(torch.arange(num_rows))
+    buffers.token_ids[:num_rows].copy_(token_ids)
     buffers.positions[:num_rows].fill_(first_position)
     buffers.remaining[:num_rows].fill_(num_steps + 1)  # no row ends
     buffers.eos_ids.fill_(-1)

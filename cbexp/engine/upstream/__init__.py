@@ -7,6 +7,7 @@ from cbexp.engine.upstream.build import (
     check_attention,
     child_id,
     max_request_tokens,
+    reads_paged_cache,
     require_paged_attention,
 )
 
@@ -17,5 +18,6 @@ __all__ = [
     "check_attention",
     "child_id",
     "max_request_tokens",
+    "reads_paged_cache",
     "require_paged_attention",
 ]

@@ -86,12 +86,16 @@ def check_attention(model_config: PreTrainedConfig, config: CBSyncConfig) -> Non
 
 def require_paged_attention(config: PreTrainedConfig) -> None:
     """Raise `UnsupportedModelError` unless the model's own attention implementation works on a paged cache."""
-    attention = config._attn_implementation
-    if attention not in ("eager", "sdpa") and not is_flash_attention_requested(config):
+    if not reads_paged_cache(config):
         raise UnsupportedModelError(
-            f"{config.model_type} cannot be driven with attn_implementation={attention!r}: "
+            f"{config.model_type} cannot be driven with attn_implementation={config._attn_implementation!r}: "
             "load it with sdpa, eager or a flash implementation."
         )
+
+
+def reads_paged_cache(config: PreTrainedConfig) -> bool:
+    """Whether the model's own attention implementation works on a paged cache."""
+    return config._attn_implementation in ("eager", "sdpa") or is_flash_attention_requested(config)
 
 
 def attention_name(config: CBSyncConfig) -> str:

@@ -13,6 +13,7 @@ from cbexp.engine.decode.self_check import check_bucket
 from cbexp.engine.forward import PlainForward
 from cbexp.engine.types import COMPILE_MODES, EngineError
 from tests.engine.decode_fixtures import (
+    VOCAB_SIZE,
     build_buffers,
     build_decode_model,
     build_pools,
@@ -65,7 +66,8 @@ class Setting:
                 torch.testing.assert_close(actual, value, rtol=1e-4, atol=1e-4)
 
     def check(self, runner, bucket):
-        return check_bucket(runner, self.forward, self.forward, self.buffers, bucket=bucket, mode="some_mode")
+        asked = {"bucket": bucket, "mode": "some_mode", "vocab_size": VOCAB_SIZE, "max_positions": 256}
+        return check_bucket(runner, self.forward, self.forward, self.buffers, **asked)
 
     def close(self, *runners):
         for runner in runners or list(self.runners):

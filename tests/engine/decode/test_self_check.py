@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.nn import functional
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from cbexp.engine.buffers import allocate_buffers
 from cbexp.engine.decode.self_check import (
@@ -27,6 +28,7 @@ from tests.engine.decode_fixtures import (
     set_rows,
     state_of,
 )
+from tests.engine.driving import drive
 
 NAN = float("nan")
 FAMILIES = ("qwen3", "gemma2")
@@ -54,6 +56,7 @@ class Setting:
         """`step(setting, rows of the bucket)` runs a step; `forward` is the eager one."""
         runner = SimpleNamespace(run=lambda bucket, num_steps: step(self, self.buffers.rows(bucket)))
         asked = {"bucket": bucket, "mode": "some_mode", "tolerance": tolerance}
+        asked |= {"vocab_size": VOCAB_SIZE, "max_positions": 256}
         return check_bucket(runner, forward or self.forward, self.forward, self.buffers, **asked)
 
     def require_fault(self, message, bucket=6, **parts):
@@ -311,3 +314,26 @@ def test_the_average_error_is_over_rows_not_over_batch_sizes():
     errors |= {"mean_logit_error": 0.018, "max_logit_error": 0.18}
     assert summarize_errors([result(1, 0.9), result(9, 0.1)]) == pytest.approx(errors)
     assert summarize_errors([]) == dict.fromkeys(errors)
+
+
+# Small models
+
+
+@pytest.mark.parametrize("fusion", ["projections", "layers"])
+def test_a_vocabulary_and_positions_of_a_few(new_model, make_driver_anywhere, greedy, fusion):
+    """Of neither does a check leave what the model has, nor does timing."""
+    sizes = {"vocab_size": 5, "max_position_embeddings": 8, "hidden_size": 32, "head_dim": 16}
+    learned = GPT2Config(vocab_size=5, n_positions=8, n_embd=16, n_layer=2, n_head=2, eos_token_id=None)
+    models = [new_model("qwen3", **sizes)]
+    if fusion == "projections":
+        models.append(AutoModelForCausalLM.from_config(learned).eval())
+    for model in models:
+        driver = make_driver_anywhere(model, page_size=256, num_blocks=40, buckets=(1, 8, 32), fusion=fusion)
+        driver.warmup()
+        assert [result["num_rows"] for result in driver.resolved["self_check_results"]] == [31, 7, 1]
+        prompts = [[4, 1], [3]]
+        expected = [greedy(model, prompt, 6) for prompt in prompts]
+        assert drive(driver, prompts, max_new_tokens=6) == expected
+        assert len(driver.time_decode_steps(32, context=6, num_steps=4, num_bursts=1)) == 1
+        with pytest.raises(EngineError, match="takes 9 positions, and the model has 8: lower one of them"):
+            driver.time_decode_steps(1, context=8, num_steps=4)

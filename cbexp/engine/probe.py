@@ -1,0 +1,140 @@
+"""Whether a model that is driven on a paged cache computes what its own forward computes without one.
+
+Many architectures take a paged cache on paper only, and some compute something else on it without a word.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from cbexp.engine.requests import PromptGroup, RequestLimits
+
+# Two rows of different lengths: what a model computes once for a batch is wrong for one of them.
+PROMPT_LENGTHS = (8, 3)
+NUM_NEW_TOKENS = 4
+# What rounding may do at any position. Random models of 80 layers reach 2e-5 in float32, those of 32 experts 5e-4.
+MAX_DIFFERENCE = 1e-3
+# What it may do in half precision at most positions of a row: it may choose another expert at one of them. Random dense
+# models of 80 layers reach 0.23.
+MAX_MEDIAN_IN_HALF_PRECISION = 0.25
+# A model that makes more of rounding than that is compared with what it makes of its own embeddings, rounded anew.
+# Right ones reach 1.4 of it (random experts, 24 and 80 layers), and DiffLlama in bfloat16 7 at the least.
+MAX_TIMES_ROUNDING = 3
+
+
+def build_trial_groups(limits: RequestLimits) -> list[PromptGroup]:
+    """Prompts of known tokens, the longest first, shorter where the model has few positions."""
+    num_fed = PROMPT_LENGTHS[0] + NUM_NEW_TOKENS - 1  # the last token is never fed back
+    if limits.positions.count is not None:
+        num_fed = max(1, min(num_fed, limits.positions.count))
+    num_new = min(NUM_NEW_TOKENS, num_fed)
+    lengths = [min(length, num_fed - num_new + 1) for length in PROMPT_LENGTHS]
+    return [
+        PromptGroup(
+            numbers=range(row, row + 1),
+            prompt_ids=tuple((row + 3 + 7 * i) % limits.vocab_size for i in range(length)),
+            max_new_tokens=num_new,
+            eos_token_ids=(),
+            submitted_s=time.perf_counter(),
+        )
+        for row, length in enumerate(lengths)
+    ]
+
+
+@contextmanager
+def recorded_logits(model: PreTrainedModel) -> Iterator[list[Tensor]]:
+    """The logits [rows, vocab_size] of each batch and each step that the model runs in the body, of its requests."""
+    logits: list[Tensor] = []
+
+    def record(_model: Any, _args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        rows = output.logits.flatten(0, 1)
+        if len(rows) > len(PROMPT_LENGTHS):  # of a batch's every token
+            rows = rows[kwargs["logits_indices"][: len(PROMPT_LENGTHS)]]
+        logits.append(rows.clone())
+
+    hook = model.register_forward_hook(record, with_kwargs=True)
+    try:
+        yield logits
+    finally:
+        hook.remove()
+
+
+def find_difference(
+    model: PreTrainedModel, token_ids: Sequence[Sequence[int]], logits: Sequence[Tensor]
+) -> str | None:
+    """How far `logits`, as recorded, are from those of the plain forward of `model`, with the attention that it has.
+
+    Half a sentence; None where rounding may do that. `token_ids`: each row's prompt, and what was made of its logits.
+    """
+    expected = _run_plainly(model, token_ids, len(logits))
+    difference, bound = _summarize(model, expected, torch.stack(list(logits), dim=1))
+    if difference <= bound:
+        return None
+    with _rounded_embeddings(model):
+        rounded = _run_plainly(model, token_ids, len(logits))
+    bound = max(bound, MAX_TIMES_ROUNDING * _summarize(model, expected, rounded)[0])
+    if difference <= bound:
+        return None
+    return (
+        f"on a paged cache its logits differ by {difference:.2g} of their length from those of its own forward "
+        f"without one, where rounding makes {bound:.2g} at most"
+    )
+
+
+def _summarize(model: PreTrainedModel, expected: Tensor, actual: Tensor) -> tuple[float, float]:
+    """The difference of logits [rows, positions, vocab_size] that counts, and its bound."""
+    differences = _relative_differences(expected, actual)
+    if _rounds_coarsely(model):
+        return float(differences.median(dim=-1).values.max()), MAX_MEDIAN_IN_HALF_PRECISION
+    return float(differences.max()), MAX_DIFFERENCE
+
+
+def _rounds_coarsely(model: PreTrainedModel) -> bool:
+    """Whether products are of ten bits or less, as in half precision, or may be: quantised ones, and TF32."""
+    if model.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        return True
+    return model.dtype not in (torch.float32, torch.float64) or getattr(model, "is_quantized", False)
+
+
+def _run_plainly(model: PreTrainedModel, token_ids: Sequence[Sequence[int]], num_last: int) -> Tensor:
+    """Logits [rows, num_last, vocab_size], row by row, of the tokens before the last one, which was never fed."""
+    rows = []
+    for ids in token_ids:
+        output = cast(Any, model)(input_ids=torch.tensor([ids[:-1]], device=model.device), use_cache=False)
+        rows.append(output.logits[0, -num_last:])
+    return torch.stack(rows)
+
+
+@contextmanager
+def _rounded_embeddings(model: PreTrainedModel) -> Iterator[None]:
+    """Move each number of the embeddings by about as much as rounding does, the next one the other way."""
+
+    def move(_module: Any, _args: Any, output: Tensor) -> Tensor:
+        signs = 1 - 2 * (torch.arange(output.shape[-1], device=output.device) % 2)
+        return output + output * signs * torch.finfo(output.dtype).eps
+
+    hook = model.get_input_embeddings().register_forward_hook(move)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _relative_differences(expected: Tensor, actual: Tensor) -> Tensor:
+    """Of each position, the length of what differs by that of the expected logits; both [..., vocab_size].
+
+    The mean of a position's logits counts for nothing. Expected logits that are not finite are the model's own affair.
+    """
+    expected, actual = (
+        logits.float() - logits.float().mean(-1, keepdim=True) for logits in (expected, actual)
+    )
+    lengths = expected.norm(dim=-1)
+    differences = (actual - expected).norm(dim=-1) / lengths.clamp(min=torch.finfo(torch.float32).tiny)
+    return torch.where(lengths.isfinite(), differences, 0.0)
