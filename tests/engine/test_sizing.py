@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
 from types import SimpleNamespace
@@ -34,11 +35,11 @@ QWEN3_4B = AutoConfig.for_model("qwen3", **SHAPE)
 GEMMA2 = AutoConfig.for_model("gemma2", num_hidden_layers=4, sliding_window=64)
 MISTRAL = AutoConfig.for_model("mistral", num_hidden_layers=4, sliding_window=64)
 ALL_FULL = AutoConfig.for_model("gemma2", layer_types=["full_attention"] * 26)
-ONE_FULL = AutoConfig.for_model(
+TWO_FULL = AutoConfig.for_model(
     "gemma3_text",
     sliding_window=64,
     num_hidden_layers=5,
-    layer_types=["sliding_attention"] * 4 + ["full_attention"],
+    layer_types=["sliding_attention"] * 3 + ["full_attention"] * 2,
 )
 GIB = 2**30
 
@@ -50,12 +51,7 @@ GIB = 2**30
         (QWEN3_4B, (36, 0, None), 129, 5),
         (MISTRAL, (0, 4, 64), 1000, 2),  # a ring of 64 tokens
         (GEMMA2, (2, 2, 64), 128, 3),  # two layers of 4 pages and two of 2: 12 pages, 4 a block
-        (
-            ONE_FULL,
-            (1, 4, 64),
-            160,
-            3,
-        ),  # one of 5 and four of 2: in sectors of 4 pages, 2 and 2: 16 of 5 a block
+        (TWO_FULL, (2, 3, 64), 32, 3),  # two pages and three, each in a sector of 6: 12 pages, 5 a block
         (ALL_FULL, (26, 0, None), 32, 1),
     ],
 )
@@ -66,7 +62,7 @@ def test_layers_of_each_kind_and_the_blocks_of_a_request(architecture, layers, n
     assert by_kind.get("full_attention", 0) == layout.num_full_layers
     assert by_kind.get("sliding_attention", 0) == layout.num_sliding_layers
     request = GroupLengths(num_tokens, 1, 1)
-    assert count_blocks([request], layout, 32, shares_blocks=True) == num_blocks + (architecture is ONE_FULL)
+    assert count_blocks([request], layout, 32, shares_blocks=True) == num_blocks
 
 
 @pytest.mark.parametrize(
@@ -87,6 +83,11 @@ def test_blocks_of_a_round_by_hand(groups, shares, max_rows, num_blocks):
     assert count_blocks(listed, layout, 8, shares_blocks=shares, max_rows=max_rows) == num_blocks
 
 
+def test_a_model_with_rings_shares_nothing():
+    group, layout = GroupLengths(9, 8, 3), describe_cache_layout(GEMMA2)
+    assert count_blocks([group], layout, 8, shares_blocks=True) == 3 * 2
+
+
 def test_large_rounds_of_groups_take_what_runs_at_once():
     """Keys and values of Qwen3-4B are 147,456 bytes a token."""
     long = [GroupLengths(2000 + 62 * i, 512, 8) for i in range(33)][:32]
@@ -94,6 +95,8 @@ def test_large_rounds_of_groups_take_what_runs_at_once():
     need = measure_need(long, QWEN3_4B, shared)
     once = sum(group.prompt_tokens for group in long) + 256 * 512
     assert once <= need.num_blocks * 32 <= once + 256 * 32 + 32 * 32
+    one = measure_need(long[:1], QWEN3_4B, dataclasses.replace(shared, max_requests_per_batch=2))
+    assert one == measure_need(long[:1], QWEN3_4B, shared)  # a prompt is admitted with all its generations
     many = [GroupLengths(496, 512, 8)] * 512
     need = measure_need(many, QWEN3_4B, CBSyncConfig())
     assert need.num_blocks * 256 == 256 * 1024
@@ -215,6 +218,7 @@ def test_a_driver_takes_its_share_says_so_and_lets_the_rest_wait(
     ):
         assert drive(driver, prompts) == references("qwen3", prompts)
     assert max(step.num_requests for step in driver.steps) < len(prompts)
+    assert driver.resolved["safety_margin"] == 0.15
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert drive(driver, prompts) == references("qwen3", prompts)  # on the same cache
