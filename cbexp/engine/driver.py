@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from cbexp.engine.borrow import borrowed_for_inference, exclusive_use
+from cbexp.engine.borrow import Borrow, borrowed_for_inference, exclusive_use
 from cbexp.engine.interrupts import deferring_interrupts
 from cbexp.engine.model_driver import ModelDriver
 from cbexp.engine.requests import PromptGroup, RequestBook, RequestLimits
@@ -77,10 +77,11 @@ class SyncCBDriver(ModelDriver):
 
         upstream.check_attention(self._model.config, self._config)
         check_device(self._config, self._model.device.type)
-        resolve_fusion(self._model, self._config.fusion)
+        self._attention = upstream.attention_name(self._config)
+        with self._borrowed():
+            resolve_fusion(self._model, self._config.fusion)
         self._num_steps = 0
         self._rounding_blocks = upstream.count_rounding_blocks(self._model.config)
-        self._attention = upstream.attention_name(self._config)
         self._probe()
         # With `num_blocks` set it is built at once and stays; else a drive may ask for a larger one.
         self._engine = None if self._config.num_blocks is None else self._build(self._config.num_blocks)
@@ -149,7 +150,7 @@ class SyncCBDriver(ModelDriver):
         return exclusive_use(self._model)
 
     def _drive(self, groups: list[PromptGroup], book: RequestBook) -> None:
-        with self._borrowed():
+        with self._borrowed() as borrow:
             needed = count_blocks_needed(groups, self._config.page_size, self._rounding_blocks)
             engine = self._engine = self._engine_for(needed)
             margin = choose_safety_margin(needed, engine.batcher.num_blocks)
@@ -160,18 +161,29 @@ class SyncCBDriver(ModelDriver):
                 for group in groups:
                     engine.batcher.submit(group)
                 while (step := _run_step(engine)) is not None:
-                    self._report_step(step)
+                    self._report_step(step, engine, borrow)
             finally:
                 with deferring_interrupts():
                     self._unfinished = engine.batcher.partial_completions()
                     engine.reset()
 
-    def _report_step(self, info: StepInfo) -> None:
+    def _report_step(self, info: StepInfo, engine: _Engine, borrow: Borrow) -> None:
+        """Record a step, and call `on_step`, during which the model is in the caller's hands."""
         index = self._num_steps
         self._num_steps += info.num_steps
         self._steps.append(info)
-        if self._config.on_step is not None:
+        if self._config.on_step is None:
+            return
+        engine.decoder.end()
+        with borrow.given_back():
             self._config.on_step(index, info)
+        if not engine.batcher.suits(self._model):
+            raise EngineError(
+                f"on_step has left the model on {self._model.device} in {self._model.dtype}: a drive ends on the "
+                "device and in the dtype that it began with."
+            )
+        with engine.batcher.on_stream():
+            engine.decoder.begin()
 
     def _request_limits(self) -> RequestLimits:
         limits = super()._request_limits()
@@ -179,7 +191,7 @@ class SyncCBDriver(ModelDriver):
             return limits
         return replace(limits, max_stored_tokens=self._engine.batcher.max_request_tokens)
 
-    def _borrowed(self) -> AbstractContextManager[None]:
+    def _borrowed(self) -> AbstractContextManager[Borrow]:
         return borrowed_for_inference(self._model, self._attention)
 
     @contextmanager
