@@ -41,9 +41,10 @@ class SyncCBDriver(ModelDriver):
     Drivers may share a model, one drive at a time. A drive that another thread starts meanwhile is refused, with its
     requests still queued. A drive that the first one's `on_step` starts runs at once, inside of it.
 
-    `model` is a transformers causal language model on one device, bare or inside a PEFT wrapper. Between drives it is
-    in the caller's hands, weights included: no keys or values outlive a drive. Of `generation_config` (default: the
-    model's own) only `max_new_tokens`, `eos_token_id` and `pad_token_id` count, and `config` goes before it.
+    `model` is a transformers causal language model on one device, bare or inside a PEFT wrapper. Between drives and in
+    `on_step` it is in the caller's hands, weights included: no keys or values outlive a drive. Of `generation_config`
+    (default: the model's own) only `max_new_tokens`, `eos_token_id` and `pad_token_id` count, and `config` goes before
+    it.
 
     Tokens are chosen as `sampling.choose` says. Logits that are not finite are refused by the self-check alone, which
     looks at the model once for each batch size, and only where steps are compiled, captured or fused.
@@ -177,11 +178,11 @@ class SyncCBDriver(ModelDriver):
         engine.decoder.end()
         with borrow.given_back():
             self._config.on_step(index, info)
-        if not engine.batcher.suits(self._model):
-            raise EngineError(
-                f"on_step has left the model on {self._model.device} in {self._model.dtype}: a drive ends on the "
-                "device and in the dtype that it began with."
-            )
+            if not engine.batcher.suits(self._model):
+                raise EngineError(
+                    f"on_step has left the model on {self._model.device} in {self._model.dtype}: a drive ends on the "
+                    "device and in the dtype that it began with."
+                )
         with engine.batcher.on_stream():
             engine.decoder.begin()
 
