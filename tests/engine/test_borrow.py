@@ -8,7 +8,6 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
-import accelerate
 import numpy
 import pytest
 import torch
@@ -16,9 +15,6 @@ from peft import LoraConfig, get_peft_model
 from transformers import CompileConfig
 
 from cbexp.engine import EngineError
-from cbexp.engine.attention import ATTENTION_NAME
-from cbexp.engine.borrow import borrowed_for_inference
-from cbexp.engine.forward.llama import why_not_llama
 from tests.engine.driving import cache_of, drive
 from tests.engine.forward.models import build
 
@@ -134,108 +130,6 @@ def test_on_step_may_replace_weights(new_model, make_driver, prompts, greedy, fa
         drive(driver, prompts)
     model.float()
     assert drive(driver, prompts) == expected
-
-
-# What the caller has put around forwards
-
-
-def fail_to_compile(graph, inputs):
-    raise AssertionError("a program of the caller's ran")
-
-
-def compile_layer(model):
-    model.model.layers[0].compile(backend=fail_to_compile)
-
-
-def compile_child(model):
-    model.model.layers[1] = torch.compile(model.model.layers[1], backend=fail_to_compile)
-
-
-def compile_forward(model):
-    model.forward = torch.compile(model.forward, backend=fail_to_compile)
-
-
-def autocast_forward(model):
-    accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare_model(model, evaluation_mode=True)
-    accelerate.state.AcceleratorState._reset_state()
-
-
-def autocast_compiled_forward(model):
-    compile_forward(model)
-    autocast_forward(model)
-
-
-def require_input_gradients(model):
-    model.enable_input_require_grads()
-    model.model.embed_tokens.register_forward_hook(make_inputs_require_grad)
-
-
-def make_inputs_require_grad(module, inputs, output):
-    """As PEFT's, which is a local function."""
-    output.requires_grad_(True)
-
-
-WRAPPINGS = [compile_layer, compile_child, compile_forward, autocast_forward, autocast_compiled_forward]
-WRAPPINGS += [require_input_gradients, lambda model: setattr(model, "forward", model.forward)]
-
-
-def attributes(model):
-    return {
-        name: (
-            vars(module),
-            dict(vars(module)),
-            list(module._modules.items()),
-            [*module._forward_hooks.items()],
-        )
-        for name, module in model.named_modules()
-    }
-
-
-@pytest.mark.parametrize("fusion", ["projections", "layers"])
-@pytest.mark.parametrize("wrap", WRAPPINGS)
-def test_what_training_puts_around_forwards_is_not_run(wrap, fusion, make_driver_anywhere, prompts, greedy):
-    model = build()
-    expected = [greedy(model, prompt, 12) for prompt in prompts[:2]]
-    wrap(model)
-    before = attributes(model)
-    driver = make_driver_anywhere(model, fusion=fusion)
-    assert drive(driver, prompts[:2]) == expected
-    assert driver.resolved["fusion"] == fusion
-    assert attributes(model) == before
-
-
-def test_what_the_caller_puts_around_forwards_is_run(make_driver, prompts):
-    """A decorator bears the marks of the compiled function that it wraps."""
-    model, calls = build(), []
-    compiled = torch.compile(model.forward, backend="eager")
-    model.forward = functools.wraps(compiled)(
-        lambda **inputs: calls.append(0) or type(model).forward(model, **inputs)
-    )
-    model.lm_head.register_forward_hook(lambda *_: calls.append(1))
-    with borrowed_for_inference(model, ATTENTION_NAME):
-        assert (
-            why_not_llama(model)
-            == "the model has a hook or a replaced forward, which fused kernels would not run"
-        )
-    drive(make_driver(model), prompts[:1])
-    assert calls.count(0) == calls.count(1) > 2
-
-
-@pytest.mark.parametrize("in_thread", [False, True])
-def test_a_model_with_the_same_config(make_driver, prompts, greedy, in_thread):
-    """It runs with its own attention while the other is driven: in `on_step`, and in the middle of a forward."""
-    model = build()
-    other = type(model)(model.config)
-    inputs = torch.tensor(prompts[:1])
-    expected, seen = other(input_ids=inputs).logits, []
-    run = functools.partial(in_another_thread, other, inputs) if in_thread else lambda: other(inputs)
-    model.lm_head.register_forward_hook(lambda *_: seen.append(run().logits))
-    own, tokens = model.config._attn_implementation, greedy(model, prompts[0], 12)
-    driver = make_driver(model, on_step=lambda *_: seen.append(other(inputs).logits))
-    assert drive(driver, prompts[:1]) == [tokens]
-    assert all(torch.equal(logits, expected) for logits in seen)
-    assert model.config is other.config
-    assert model.config._attn_implementation == own
 
 
 def test_what_upstream_would_take_up_is_left_alone(new_model, make_driver, prompts, references):
@@ -401,3 +295,20 @@ def test_a_drive_inside_a_drive_of_the_same_thread(new_model, make_driver, promp
     assert seen == [expected]
     assert in_another_thread(drive, inner, prompts) == expected * 2
     assert drive(inner, prompts) == expected
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_a_model_with_the_same_config(make_driver, prompts, greedy, in_thread):
+    """It runs with its own attention while the other is driven: in `on_step`, and in the middle of a forward."""
+    model = build()
+    other = type(model)(model.config)
+    inputs = torch.tensor(prompts[:1])
+    expected, seen = other(input_ids=inputs).logits, []
+    run = functools.partial(in_another_thread, other, inputs) if in_thread else lambda: other(inputs)
+    model.lm_head.register_forward_hook(lambda *_: seen.append(run().logits))
+    own, tokens = model.config._attn_implementation, greedy(model, prompts[0], 12)
+    driver = make_driver(model, on_step=lambda *_: seen.append(other(inputs).logits))
+    assert drive(driver, prompts[:1]) == [tokens]
+    assert all(torch.equal(logits, expected) for logits in seen)
+    assert model.config is other.config
+    assert model.config._attn_implementation == own
