@@ -85,6 +85,7 @@ def test_a_model_made_in_inference_mode(fusion, compile_mode, make_driver_anywhe
     for is_inference in (False, True, False):
         with torch.inference_mode(is_inference):
             assert drive(driver, prompts[:2]) == expected
+    assert driver.compile_stats["recompiles"] == 0
     driver.close()
     assert snapshot(model) == before
     assert [greedy(model, prompt, 12) for prompt in prompts[:2]] == expected

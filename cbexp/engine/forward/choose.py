@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from cbexp.engine.borrow import list_modules
@@ -41,6 +42,7 @@ class ForwardChoice:
         self._state: list[Any] | None = None
         self._reason: str | None = None
         self.fusion = resolve_fusion(model, fusion)
+        self._explain()
         self.forward: PlainForward | LlamaForward = PlainForward(model, pages)
 
     def begin(self) -> bool:
@@ -56,7 +58,8 @@ class ForwardChoice:
         if is_void:
             self.fusion = resolve_fusion(self._model, self._asked)
             self._explain()
-            self._projections.resolve()
+            if self.fusion == "projections":
+                self._projections.resolve()
             self.forward = self._build_forward()
         if self.fusion == "projections":
             self._projections.install()
@@ -140,12 +143,24 @@ def warn_of_hook(model: PreTrainedModel) -> None:
 def _read_state(model: PreTrainedModel) -> list[Any]:
     """What compiled and captured code has baked in, and no guard of the compiler's sees.
 
-    That is what decides of the modules' forwards besides the values of tensors: classes, hooks, other forwards,
-    adapters' switches, numbers; and where every tensor lies, and as what. Nothing here keeps any of it alive.
+    That is what decides of the modules' forwards besides the values of tensors, and where every tensor lies, and as
+    what. Nothing here keeps any of it alive.
     """
+    modules = list_modules(model)
+    state = _code_state(modules)
+    for module in modules:
+        for tensors in (module._parameters, module._buffers):
+            for tensor in tensors.values():
+                if tensor is not None:
+                    state.append((tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()))
+    return state
+
+
+def _code_state(modules: Sequence[nn.Module]) -> list[Any]:
+    """Classes, hooks, other forwards, numbers, adapters' switches."""
     state: list[Any] = []
     adds_adapters: dict[type, bool] = {}
-    for module in list_modules(model):
+    for module in modules:
         kind, attributes = type(module), module.__dict__
         state += kind, weakref.ref(module)
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
@@ -153,17 +168,14 @@ def _read_state(model: PreTrainedModel) -> list[Any]:
                 state.append([(key, _reference(hook)) for key, hook in hooks.items()])
         if "forward" in attributes:
             state.append(_reference(attributes["forward"]))
-        state += [attributes[name] for name in BAKED_NUMBERS if isinstance(attributes.get(name), float)]
+        for name in BAKED_NUMBERS:
+            if name in attributes and isinstance(attributes[name], float):
+                state.append(attributes[name])
         if kind not in adds_adapters:
             # A property of PEFT's layers; transformers' models have a method of this name.
             adds_adapters[kind] = isinstance(getattr(kind, "disable_adapters", None), property)
         if adds_adapters[kind]:
             state.append(_adapter_state(module))
-        for tensors in (module._parameters, module._buffers):
-            if tensors:
-                state += [
-                    (t.data_ptr(), t.dtype, t.shape, t.stride()) for t in tensors.values() if t is not None
-                ]
     return state
 
 
