@@ -61,9 +61,14 @@ def borrowed_for_inference(model: PreTrainedModel, attn_implementation: str) -> 
     require gradients, modules and forwards that the caller has compiled. Each config is a copy while borrowed, since
     other models may share it.
 
-    Raises `EngineError` when another thread has the model, see `exclusive_use`.
+    Raises `EngineError` when another thread has the model, see `exclusive_use`, or when its weights are elsewhere.
     """
     with exclusive_use(model):
+        if model.device.type == "meta":
+            raise EngineError(
+                f"The weights of this {type(model).__name__} are on the meta device: offloaded, or moved there. "
+                "Load them before it is driven."
+            )
         borrow = Borrow(model, attn_implementation)
         try:
             borrow.take()

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from cbexp.engine import EngineError
 from tests.engine.driving import drive
 from tests.engine.forward.models import build, logits
 
@@ -296,8 +297,13 @@ def test_an_adapter_is_saved_and_merged(make_driver_anywhere, greedy, tmp_path):
 
 
 def test_offloading_after_a_drive(make_driver_anywhere):
-    expected = logits(new_model("projections"))
-    model, _ = run_at("after", "projections", make_driver_anywhere, lambda model: None)
+    model, driver = run_at("between", "projections", make_driver_anywhere, lambda model: None)
+    expected, tokens = logits(model), drive(driver, PROMPTS)
     accelerate.cpu_offload(model, execution_device="cpu")
     assert model.lm_head.weight.is_meta
     assert torch.equal(logits(model), expected)
+    driver.add_requests(PROMPTS)
+    with pytest.raises(EngineError, match="are on the meta device: offloaded"):
+        driver.drive_until_empty()
+    accelerate.hooks.remove_hook_from_submodules(model)
+    assert drive(driver, PROMPTS) == tokens
