@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import MethodType
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,6 +20,9 @@ from cbexp.engine.interrupts import deferring_interrupts
 from cbexp.engine.types import EngineError
 
 _CHECKPOINTING = "gradient_checkpointing"
+# Hooks on the embedding that make its output require gradients, as transformers and PEFT call them.
+_INPUT_GRADIENT_HOOKS = ("make_inputs_require_grads", "make_inputs_require_grad")
+ABSENT: Any = object()
 # Held by the thread that has the model; one thread may hold it several times.
 _locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
 _locks_guard = threading.Lock()
@@ -43,43 +51,139 @@ def exclusive_use(model: PreTrainedModel) -> Iterator[None]:
 
 
 @contextmanager
-def borrowed_for_inference(model: PreTrainedModel, attn_implementation: str) -> Iterator[None]:
+def borrowed_for_inference(model: PreTrainedModel, attn_implementation: str) -> Iterator[Borrow]:
     """Run the body in eval mode, without gradients, in the model's own dtype, with the attention of that name.
 
     Modes are flipped module by module and put back one by one: a caller may keep parts of a model in eval mode.
     Inference mode is left, since the cache is written by drives inside and outside of it. Flags of gradient
-    checkpointing are out of the way as well: nothing reads them here, but compiled programs are bound to them.
+    checkpointing are out of the way as well: nothing reads them here, but compiled programs are bound to them. So is
+    what training alone needs or what we do better: accelerate's autocast around the forward, hooks that make inputs
+    require gradients, modules and forwards that the caller has compiled. Each config is a copy while borrowed, since
+    other models may share it.
 
-    Raises `EngineError` when another thread has the model, see `exclusive_use`.
+    Raises `EngineError` when another thread has the model, see `exclusive_use`, or when its weights are elsewhere.
     """
-    with exclusive_use(model), _prepared_for_inference(model, attn_implementation):
-        yield
-
-
-@contextmanager
-def _prepared_for_inference(model: PreTrainedModel, attn_implementation: str) -> Iterator[None]:
-    in_training = [module for module in model.modules() if module.training]
-    checkpointing = [(m, vars(m)[_CHECKPOINTING]) for m in model.modules() if _CHECKPOINTING in vars(m)]
-    attention_before = [(config, config._attn_implementation) for config in _configs(model)]
-    autocast_off = torch.autocast(device_type=model.device.type, enabled=False)
-    with torch.inference_mode(False), torch.no_grad(), autocast_off:
+    with exclusive_use(model):
+        if model.device.type == "meta":
+            raise EngineError(
+                f"The weights of this {type(model).__name__} are on the meta device: offloaded, or moved there. "
+                "Load them before it is driven."
+            )
+        borrow = Borrow(model, attn_implementation)
         try:
-            for module in in_training:
-                module.training = False
-            for module, _ in checkpointing:
-                _clear_checkpointing(module)
-            # Not by `set_attn_implementation`, which would look for a flash package.
-            for config, _ in attention_before:
-                config._attn_implementation = attn_implementation
-            yield
+            borrow.take()
+            yield borrow
         finally:
-            with deferring_interrupts():
-                for module in in_training:
-                    module.training = True
-                for module, value in checkpointing:
-                    setattr(module, _CHECKPOINTING, value)
-                for config, name in attention_before:
-                    config._attn_implementation = name
+            borrow.give_back()
+
+
+class Borrow:
+    """A model that is taken and given back, several times over if need be."""
+
+    def __init__(self, model: PreTrainedModel, attn_implementation: str) -> None:
+        self._model = model
+        self._attention = attn_implementation
+        self._changes = Changes()
+        self._modes = ExitStack()
+
+    @contextmanager
+    def given_back(self) -> Iterator[None]:
+        """The owner has the model in the body, and may change it. After an exception there it is not taken again."""
+        self.give_back()
+        yield
+        self.take()
+
+    def take(self) -> None:
+        """Prepare the model, as it is now; it must not be taken."""
+        with deferring_interrupts():
+            self._modes.enter_context(torch.inference_mode(False))
+            self._modes.enter_context(torch.no_grad())
+            self._modes.enter_context(torch.autocast(device_type=self._model.device.type, enabled=False))
+            configs: dict[int, PreTrainedConfig] = {}
+            # Only where it was imported can something be compiled, and importing it takes seconds.
+            compiler: Any = sys.modules.get("torch._dynamo.eval_frame")
+            for module in list_modules(self._model):
+                self._prepare(module, configs)
+                if compiler is not None and module._modules:
+                    self._unwrap_children(module._modules, compiler.OptimizedModule)
+
+    def give_back(self) -> None:
+        """Undo all that `take` has done. Safe to call twice."""
+        with deferring_interrupts():
+            self._changes.undo()
+            self._modes.close()
+
+    def _prepare(self, module: nn.Module, configs: dict[int, PreTrainedConfig]) -> None:
+        attributes = module.__dict__
+        if attributes.get("training"):
+            self._changes.set(attributes, "training", False)
+        if _CHECKPOINTING in attributes:
+            # As if never set: a program is bound to whether the module has the flag of its class alone.
+            value = ABSENT if hasattr(type(module), _CHECKPOINTING) else False
+            self._changes.set(attributes, _CHECKPOINTING, value)
+        config = attributes.get("config")
+        if isinstance(config, PreTrainedConfig):
+            if id(config) not in configs:
+                configs[id(config)] = _with_attention(config, self._attention)
+            self._changes.set(attributes, "config", configs[id(config)])
+        if attributes.get("_compiled_call_impl") is not None:
+            self._changes.set(attributes, "_compiled_call_impl", ABSENT)
+        if "forward" in attributes:
+            self._changes.set(attributes, "forward", _plain_forward(module))
+        hooks = module._forward_hooks
+        if hooks:
+            kept = [(key, hook) for key, hook in hooks.items() if not _makes_inputs_require_grad(hook)]
+            if len(kept) < len(hooks):
+                self._changes.set(attributes, "_forward_hooks", OrderedDict(kept))
+
+    def _unwrap_children(self, children: dict[str, Any], compiled_type: Any) -> None:
+        for name, child in children.items():
+            inner: Any = child
+            while isinstance(inner, compiled_type):
+                inner = inner._orig_mod
+            if inner is not child:
+                self._changes.set(children, name, inner)
+
+
+class Changes:
+    """Entries of dictionaries, mostly of modules' attributes, that are other ones for a while.
+
+    Not by getattr and setattr: a model has hundreds of modules, and all this runs around every `on_step`.
+    """
+
+    def __init__(self) -> None:
+        self._before: list[tuple[dict[str, Any], str, Any]] = []
+
+    def set(self, namespace: dict[str, Any], key: str, value: Any) -> None:
+        """Set an entry, or remove it (`ABSENT`)."""
+        self._before.append((namespace, key, namespace.get(key, ABSENT)))
+        if value is ABSENT:
+            namespace.pop(key, None)
+        else:
+            namespace[key] = value
+
+    def undo(self) -> None:
+        """Put everything back, the last change first. Safe to call twice."""
+        while self._before:
+            namespace, key, before = self._before[-1]
+            if before is ABSENT:
+                namespace.pop(key, None)
+            else:
+                namespace[key] = before
+            self._before.pop()
+
+
+def list_modules(model: nn.Module) -> list[nn.Module]:
+    """Every module of the model once, in an order that depends on its structure alone; faster than `modules()`."""
+    found: dict[nn.Module, None] = {}
+    pending: list[nn.Module | None] = [model]
+    while pending:
+        module = pending.pop()
+        if module is not None and module not in found:
+            found[module] = None
+            if children := module._modules:
+                pending += children.values()
+    return list(found)
 
 
 def _lock_of(model: PreTrainedModel) -> threading.RLock:
@@ -87,15 +191,33 @@ def _lock_of(model: PreTrainedModel) -> threading.RLock:
         return _locks.setdefault(model, threading.RLock())
 
 
-def _clear_checkpointing(module: nn.Module) -> None:
-    """As if it had never been set, since a program is bound to whether the module has the flag of its class alone."""
-    if hasattr(type(module), _CHECKPOINTING):
-        delattr(module, _CHECKPOINTING)
-    else:
-        setattr(module, _CHECKPOINTING, False)
+def _with_attention(config: PreTrainedConfig, attn_implementation: str) -> PreTrainedConfig:
+    copied = copy.copy(config)
+    # Not by the property, which would write to configs inside of this one, and they are still the caller's.
+    copied._attn_implementation_internal = attn_implementation
+    return copied
 
 
-def _configs(model: nn.Module) -> list[PreTrainedConfig]:
-    """Every config object in the model: most modules share the model's, some have a copy of their own."""
-    found = (getattr(module, "config", None) for module in model.modules())
-    return list({id(config): config for config in found if isinstance(config, PreTrainedConfig)}.values())
+def _plain_forward(module: nn.Module) -> Any:
+    """The module's own forward without what torch.compile and accelerate put around it; absent if it is the class's."""
+    forward = module.__dict__["forward"]
+    if _is_accelerates(forward):
+        forward = module.__dict__.get("_original_forward", forward)
+    # A decorator of the caller's around a compiled function has the first of these attributes too, by functools.wraps.
+    while (inner := getattr(forward, "_torchdynamo_orig_callable", None)) is not None:
+        if getattr(forward, "__wrapped__", None) is not inner:
+            break
+        forward = inner
+    is_own = isinstance(forward, MethodType) and forward.__self__ is module
+    return ABSENT if is_own and forward.__func__ is type(module).forward else forward
+
+
+def _is_accelerates(forward: Callable[..., Any]) -> bool:
+    """Whether accelerate's mixed precision has put this forward in the place of the model's."""
+    function = getattr(forward, "__func__", forward)
+    name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
+    return name.startswith("accelerate.utils.operations.convert_outputs_to_fp32.")
+
+
+def _makes_inputs_require_grad(hook: Callable[..., Any]) -> bool:
+    return getattr(hook, "__name__", None) in _INPUT_GRADIENT_HOOKS

@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from cbexp.engine.borrow import borrowed_for_inference, exclusive_use
+from cbexp.engine.borrow import Borrow, borrowed_for_inference, exclusive_use
 from cbexp.engine.interrupts import deferring_interrupts
 from cbexp.engine.model_driver import ModelDriver
 from cbexp.engine.probe import build_trial_groups, find_difference, recorded_logits
@@ -45,8 +45,8 @@ class SyncCBDriver(ModelDriver):
     Drivers may share a model, one drive at a time. A drive that another thread starts meanwhile is refused, with its
     requests still queued. A drive that the first one's `on_step` starts runs at once, inside of it.
 
-    `model` is a transformers causal language model on one device, bare or inside a PEFT wrapper. Between drives it is
-    in the caller's hands, weights included: no keys or values outlive a drive.
+    `model` is a transformers causal language model on one device, bare or inside a PEFT wrapper. Between drives and in
+    `on_step` it is in the caller's hands, weights included: no keys or values outlive a drive.
 
     Of `generation_config`, `max_new_tokens`, `eos_token_id` and `pad_token_id` count, and `config` goes before it.
     Whatever else it sets is refused, unless it changes nothing. EOS and pad that neither of them sets are those of the
@@ -83,10 +83,11 @@ class SyncCBDriver(ModelDriver):
 
         upstream.check_attention(self._model.config, self._config)
         check_device(self._config, self._model.device.type)
-        resolve_fusion(self._model, self._config.fusion)
+        self._attention = upstream.attention_name(self._config)
+        with self._borrowed():
+            resolve_fusion(self._model, self._config.fusion)
         self._num_steps = 0
         self._record: DecodeRecord | None = None  # of all decoders, from the first one on
-        self._attention = upstream.attention_name(self._config)
         self._probe()
         # With `num_blocks` set it is built at once and stays; else a drive may ask for a larger one.
         self._engine: _Engine | None = None
@@ -157,7 +158,7 @@ class SyncCBDriver(ModelDriver):
         return exclusive_use(self._model)
 
     def _drive(self, groups: list[PromptGroup], book: RequestBook) -> None:
-        with self._borrowed():
+        with self._borrowed() as borrow:
             need = self._measure([group.lengths for group in groups])
             engine = self._engine = self._engine_for(need)
             margin = choose_safety_margin(need.num_blocks, engine.batcher.num_blocks)
@@ -168,18 +169,29 @@ class SyncCBDriver(ModelDriver):
                 for group in groups:
                     engine.batcher.submit(group)
                 while (step := _run_step(engine)) is not None:
-                    self._report_step(step)
+                    self._report_step(step, engine, borrow)
             finally:
                 with deferring_interrupts():
                     self._unfinished = engine.batcher.partial_completions()
                     engine.reset()
 
-    def _report_step(self, info: StepInfo) -> None:
+    def _report_step(self, info: StepInfo, engine: _Engine, borrow: Borrow) -> None:
+        """Record a step, and call `on_step`, during which the model is in the caller's hands."""
         index = self._num_steps
         self._num_steps += info.num_steps
         self._steps.append(info)
-        if self._config.on_step is not None:
+        if self._config.on_step is None:
+            return
+        engine.decoder.end()
+        with borrow.given_back():
             self._config.on_step(index, info)
+            if not engine.batcher.suits(self._model):
+                raise EngineError(
+                    f"on_step has left the model on {self._model.device} in {self._model.dtype}: a drive ends on the "
+                    "device and in the dtype that it began with."
+                )
+        with engine.batcher.on_stream():
+            engine.decoder.begin()
 
     def _request_limits(self) -> RequestLimits:
         limits = super()._request_limits()
@@ -187,7 +199,7 @@ class SyncCBDriver(ModelDriver):
             return limits
         return replace(limits, max_stored_tokens=self._engine.batcher.max_request_tokens)
 
-    def _borrowed(self) -> AbstractContextManager[None]:
+    def _borrowed(self) -> AbstractContextManager[Borrow]:
         return borrowed_for_inference(self._model, self._attention)
 
     @contextmanager

@@ -1,6 +1,7 @@
 """The caller's model: as it was after a drive, changed at will between drives, and for one thread at a time."""
 
 import copy
+import functools
 import gc
 import random
 import weakref
@@ -16,6 +17,7 @@ from transformers import CompileConfig
 from cbexp.engine import EngineError
 from cbexp.engine.upstream import Batcher
 from tests.engine.driving import cache_of, drive
+from tests.engine.forward.models import build
 
 # As it was
 
@@ -44,7 +46,7 @@ def test_everything_is_as_before(new_model, make_driver, prompts, family, ends_b
     seen = []
 
     def look_inside(index, info):
-        seen.append((any(module.training for module in model.modules()), torch.is_grad_enabled()))
+        seen.append(snapshot(model) == before)
         if ends_badly:
             raise ArithmeticError
 
@@ -55,7 +57,7 @@ def test_everything_is_as_before(new_model, make_driver, prompts, family, ends_b
     with pytest.raises(ArithmeticError) if ends_badly else nullcontext():
         driver.drive_until_empty()
     assert snapshot(model) == before
-    assert set(seen) == {(False, False)}
+    assert set(seen) == {True}
     driver.close()
     assert snapshot(model) == before
 
@@ -71,6 +73,65 @@ def test_the_callers_own_modes_change_nothing(shared_model, check_drive, prompts
         check_drive(family, prompts, driver=driver)
         check_drive(family, prompts, **settings)
         assert torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("compile_mode", ["eager", pytest.param("default", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fusion", ["none", "projections", "layers"])
+def test_a_model_made_in_inference_mode(fusion, compile_mode, make_driver_anywhere, prompts, greedy):
+    with torch.inference_mode():
+        model = build()
+    before, expected = snapshot(model), [greedy(model, prompt, 12) for prompt in prompts[:2]]
+    settings = {"fusion": fusion, "compile_mode": compile_mode, "num_blocks": 64, "buckets": (2,)}
+    driver = make_driver_anywhere(model, **settings)
+    for is_inference in (False, True, False):
+        with torch.inference_mode(is_inference):
+            assert drive(driver, prompts[:2]) == expected
+    assert driver.compile_stats["recompiles"] == 0
+    driver.close()
+    assert snapshot(model) == before
+    assert [greedy(model, prompt, 12) for prompt in prompts[:2]] == expected
+
+
+@pytest.mark.parametrize("ends_badly", [False, True])
+def test_on_step_has_the_callers_model(new_model, make_driver, prompts, references, ends_badly):
+    """It trains, runs and changes it; the drive goes on with what it finds, and leaves it so."""
+    model, expected = new_model("qwen3").train(), references("qwen3", prompts[:2])
+    inputs, before = torch.tensor([prompts[-1]]), []
+
+    def use(index, info):
+        model(input_ids=inputs, labels=inputs).loss.backward()
+        model.zero_grad()
+        model.set_attn_implementation("eager")
+        model.model.layers[1].eval()
+        model.config.note = model.marker = index
+        torch.set_grad_enabled(False)
+        before.append(snapshot(model))
+        torch.set_grad_enabled(True)
+        if ends_badly:
+            raise ArithmeticError
+
+    driver = make_driver(model, fusion="projections", on_step=use)
+    driver.add_requests(prompts[:2])
+    with pytest.raises(ArithmeticError) if ends_badly else nullcontext():
+        assert [c.completion_ids for c in driver.drive_until_empty().values()] == expected
+    assert snapshot(model) == before[-1] | {"grad_and_inference": (True, False)}
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_on_step_may_replace_weights(new_model, make_driver, prompts, greedy, family):
+    """A forward that was compiled or fused for the old ones is not used again; a moved model is refused."""
+    model, changes = new_model(family), []
+    settings = {"fusion": "projections", "max_burst": 2, "num_blocks": 64}
+    driver = make_driver(model, on_step=lambda index, info: changes and changes.pop()(), **settings)
+    same = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    changes.append(lambda: model.load_state_dict(same, assign=True))
+    expected = [greedy(model, prompt, 12) for prompt in prompts]
+    assert drive(driver, prompts) == expected
+    changes.append(model.double)
+    with pytest.raises(EngineError, match=r"on_step has left the model on cpu in torch\.float64"):
+        drive(driver, prompts)
+    model.float()
+    assert drive(driver, prompts) == expected
 
 
 def test_what_upstream_would_take_up_is_left_alone(new_model, make_driver, prompts, references):
@@ -283,3 +344,20 @@ def test_a_drive_inside_a_drive_of_the_same_thread(new_model, make_driver, promp
     assert seen == [expected]
     assert in_another_thread(drive, inner, prompts) == expected * 2
     assert drive(inner, prompts) == expected
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_a_model_with_the_same_config(make_driver, prompts, greedy, in_thread):
+    """It runs with its own attention while the other is driven: in `on_step`, and in the middle of a forward."""
+    model = build()
+    other = type(model)(model.config)
+    inputs = torch.tensor(prompts[:1])
+    expected, seen = other(input_ids=inputs).logits, []
+    run = functools.partial(in_another_thread, other, inputs) if in_thread else lambda: other(inputs)
+    model.lm_head.register_forward_hook(lambda *_: seen.append(run().logits))
+    own, tokens = model.config._attn_implementation, greedy(model, prompts[0], 12)
+    driver = make_driver(model, on_step=lambda *_: seen.append(other(inputs).logits))
+    assert drive(driver, prompts[:1]) == [tokens]
+    assert all(torch.equal(logits, expected) for logits in seen)
+    assert model.config is other.config
+    assert model.config._attn_implementation == own

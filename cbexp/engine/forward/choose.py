@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+import weakref
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from cbexp.engine.borrow import list_modules
 from cbexp.engine.buffers import LayerPages
-from cbexp.engine.forward.llama import LlamaForward, read_llama, why_not_llama
+from cbexp.engine.forward.llama import LlamaForward, find_hook, why_not_llama
 from cbexp.engine.forward.plain import PlainForward
 from cbexp.engine.forward.projections import ProjectionFusion
 from cbexp.engine.types import EngineError, Fusion
 
 ResolvedFusion = Literal["none", "projections", "layers"]
+# Attributes of transformers' modules: of attention, of norms.
+BAKED_NUMBERS = ("scaling", "variance_epsilon", "eps")
 
 
 class ForwardChoice:
     """The forward of `model` over `pages` (by layer index), between `begin` and `end` of each drive.
 
-    `max_positions` bounds the positions that decode steps reach. Parameters stay where the caller has put them.
+    `max_positions` bounds the positions that decode steps reach. Parameters stay where the caller has put them, and
+    outside of a drive none of them is held here. The model is borrowed, here and in `begin`.
     `EngineError`, from here and from `begin`: fused layers were asked for, and the model cannot run so.
     """
 
@@ -33,31 +39,38 @@ class ForwardChoice:
         self._asked = fusion
         self._max_positions = max_positions
         self._projections = ProjectionFusion(model)
-        self._state: tuple[Any, ...] | None = None
+        self._state: list[Any] | None = None
+        self._reason: str | None = None
         self.fusion = resolve_fusion(model, fusion)
+        self._explain()
         self.forward: PlainForward | LlamaForward = PlainForward(model, pages)
 
     def begin(self) -> bool:
-        """Prepare a drive; whether what was captured or compiled from `forward` is void.
+        """Prepare a drive, or what is left of one; whether what was captured or compiled from `forward` is void.
 
-        That is so at first, and when parameters were re-assigned, moved or wrapped (an adapter) since the last drive;
+        That is so at first, and when parameters were re-assigned, moved or wrapped (an adapter) since the last time;
         weights that were written in place keep everything valid.
         """
-        self._projections.remove()
-        state = (*_code_states(self._model), *_addresses(self._model))
+        self.end()
+        state = _read_state(self._model)
         is_void = state != self._state
         self._state = None  # should anything here fail, the next drive does all of it again
         if is_void:
             self.fusion = resolve_fusion(self._model, self._asked)
+            self._explain()
+            if self.fusion == "projections":
+                self._projections.resolve()
             self.forward = self._build_forward()
         if self.fusion == "projections":
             self._projections.install()
+        self.forward.begin()
         self._state = state
         return is_void
 
     def end(self) -> None:
-        """Give the modules back to the caller. Safe to call twice."""
+        """Give the modules back to the caller, and let go of the weights. Safe to call twice."""
         self._projections.remove()
+        self.forward.end()
 
     def close(self) -> None:
         """`end`, and let go of the cache's pages. Safe to call twice."""
@@ -79,14 +92,23 @@ class ForwardChoice:
         facts: dict[str, Any] = {"fusion": self.fusion}
         if self.fusion == "projections":
             facts["fused_projections"] = self._projections.describe()
-            if self._asked == "auto":
-                facts["fusion_reason"] = why_not_llama(self._model)
+            if self._reason is not None:
+                facts["fusion_reason"] = self._reason
         return facts
+
+    def _explain(self) -> None:
+        """Find out why `auto` does not fuse whole layers; a warning, when nothing but a hook forbids it."""
+        if self._asked != "auto" or self.fusion != "projections":
+            self._reason = None
+            return
+        before, self._reason = self._reason, why_not_llama(self._model)
+        if self._reason != before:
+            warn_of_hook(self._model)
 
     def _build_forward(self) -> PlainForward | LlamaForward:
         if self.fusion != "layers":
             return PlainForward(self._model, self._pages)
-        return LlamaForward(read_llama(self._model, self._max_positions), self._pages)
+        return LlamaForward(self._model, self._pages, self._max_positions)
 
 
 def resolve_fusion(model: PreTrainedModel, fusion: Fusion) -> ResolvedFusion:
@@ -107,25 +129,65 @@ def resolve_fusion(model: PreTrainedModel, fusion: Fusion) -> ResolvedFusion:
     return "layers" if why_not_llama(model) is None else "projections"
 
 
-def _addresses(model: PreTrainedModel) -> Iterator[tuple[Any, ...]]:
-    """Where every parameter and buffer lies, and as what: compiled and captured code has it baked in."""
-    for tensors in (model.named_parameters(), model.named_buffers()):
-        for name, tensor in tensors:
-            yield name, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+def warn_of_hook(model: PreTrainedModel) -> None:
+    """Warn when a hook or a replaced forward is all that keeps whole layers from being fused."""
+    hook = find_hook(model)
+    if hook is not None and why_not_llama(model) == hook:
+        warnings.warn(
+            f"fusion=auto fuses projections alone, which is slower: {hook}. Remove it for the drive to have whole "
+            "layers fused.",
+            stacklevel=2,
+        )
 
 
-def _code_states(model: PreTrainedModel) -> Iterator[tuple[Any, ...]]:
-    """What decides of the modules' forwards besides tensors: classes, hooks, other forwards, adapters, their factors.
+def _read_state(model: PreTrainedModel) -> list[Any]:
+    """What compiled and captured code has baked in, and no guard of the compiler's sees.
 
-    The compiler guards on no hook, and a captured graph on nothing.
+    That is what decides of the modules' forwards besides the values of tensors, and where every tensor lies, and as
+    what. Nothing here keeps any of it alive.
     """
-    for name, module in model.named_modules():
-        yield name, type(module)
-        hooks = (*module._forward_pre_hooks.items(), *module._forward_hooks.items())
-        if hooks or "forward" in vars(module):
-            yield name, *((key, id(hook)) for key, hook in hooks), id(vars(module).get("forward"))
-        # transformers' models have methods of these names.
-        if isinstance(getattr(module, "disable_adapters", None), bool):
-            scaling = getattr(module, "scaling", {})
-            factors = tuple(sorted(scaling.items())) if isinstance(scaling, dict) else ()
-            yield name, module.disable_adapters, *module.active_adapters, *module.merged_adapters, factors
+    modules = list_modules(model)
+    state = _code_state(modules)
+    for module in modules:
+        for tensors in (module._parameters, module._buffers):
+            for tensor in tensors.values():
+                if tensor is not None:
+                    state.append((tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()))
+    return state
+
+
+def _code_state(modules: Sequence[nn.Module]) -> list[Any]:
+    """Classes, hooks, other forwards, numbers, adapters' switches."""
+    state: list[Any] = []
+    adds_adapters: dict[type, bool] = {}
+    for module in modules:
+        kind, attributes = type(module), module.__dict__
+        state += kind, weakref.ref(module)
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            if hooks:
+                state.append([(key, _reference(hook)) for key, hook in hooks.items()])
+        if "forward" in attributes:
+            state.append(_reference(attributes["forward"]))
+        for name in BAKED_NUMBERS:
+            if name in attributes and isinstance(attributes[name], float):
+                state.append(attributes[name])
+        if kind not in adds_adapters:
+            # A property of PEFT's layers; transformers' models have a method of this name.
+            adds_adapters[kind] = isinstance(getattr(kind, "disable_adapters", None), property)
+        if adds_adapters[kind]:
+            state.append(_adapter_state(module))
+    return state
+
+
+def _adapter_state(layer: Any) -> tuple[Any, ...]:
+    scaling = getattr(layer, "scaling", None)
+    factors = sorted(scaling.items()) if isinstance(scaling, dict) else []
+    return layer.disable_adapters, tuple(layer.active_adapters), tuple(layer.merged_adapters), factors
+
+
+def _reference(function: Any) -> Any:
+    """Something that equals another such thing for the same function alone, and does not keep it alive if it can."""
+    try:
+        return weakref.ref(function)
+    except TypeError:
+        return function

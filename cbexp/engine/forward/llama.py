@@ -50,77 +50,70 @@ class LlamaLayer:
 
 @dataclass(frozen=True)
 class LlamaModel:
-    """What a forward of fused kernels reads. `cos` and `sin` [max_positions, head_dim] are in the model's dtype."""
+    """What a forward of fused kernels reads of a model."""
 
     embedding: Tensor
     first_norm: Tensor
     layers: tuple[LlamaLayer, ...]
     head: Tensor
-    cos: Tensor
-    sin: Tensor
     eps: float
-    num_kv_heads: int
     scaling: float
 
 
-def read_llama(model: PreTrainedModel, max_positions: int) -> LlamaModel:
-    """Read `model`, of which `why_not_llama` must be None; to be read again when parameters were re-assigned.
-
-    `max_positions`: length of the rotary tables.
-    """
+def read_llama(model: PreTrainedModel) -> LlamaModel:
+    """Read `model`, of which `why_not_llama` must be None; to be read again after parameters were re-assigned."""
     base: Any = model.model
     layers = list(base.layers)
     norms = [*(layer.input_layernorm for layer in layers[1:]), base.norm]
-    cos, sin = _rotary_tables(base, max_positions)
-    llama = LlamaModel(
-        embedding=base.embed_tokens.weight.data,
-        first_norm=layers[0].input_layernorm.weight.data,
+    return LlamaModel(
+        embedding=_tensor(base.embed_tokens),
+        first_norm=_tensor(layers[0].input_layernorm),
         layers=tuple(_read_layer(layer, norm) for layer, norm in zip(layers, norms, strict=True)),
-        head=model.lm_head.weight.data,
-        cos=cos,
-        sin=sin,
+        head=_tensor(cast(nn.Module, model.lm_head)),
         eps=base.norm.variance_epsilon,
-        num_kv_heads=model.config.num_key_value_heads,
         scaling=layers[0].self_attn.scaling,
     )
-    _mark_addresses_static(llama)
-    return llama
 
 
-def _read_layer(layer: Any, next_norm: Any) -> LlamaLayer:
-    attention, mlp = layer.self_attn, layer.mlp
-    qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
+def _read_layer(layer: Any, next_norm: nn.Module) -> LlamaLayer:
+    # Not by getattr, which is slow for a module's children: this runs around every `on_step`.
+    modules = layer._modules
+    attention, mlp = modules["self_attn"]._modules, modules["mlp"]._modules
+    qkv = [attention["q_proj"], attention["k_proj"], attention["v_proj"]]
+    o = attention["o_proj"]
     return LlamaLayer(
-        qkv=[linear.weight.data for linear in qkv],
-        qkv_biases=[linear.bias.data for linear in qkv if linear.bias is not None],
-        q_norm=attention.q_norm.weight.data if hasattr(attention, "q_norm") else None,
-        k_norm=attention.k_norm.weight.data if hasattr(attention, "k_norm") else None,
-        o=attention.o_proj.weight.data,
-        o_bias=None if attention.o_proj.bias is None else attention.o_proj.bias.data,
-        post_attention_norm=layer.post_attention_layernorm.weight.data,
-        gate=mlp.gate_proj.weight.data,
-        up=mlp.up_proj.weight.data,
-        down=mlp.down_proj.weight.data,
-        next_norm=next_norm.weight.data,
+        qkv=[_tensor(linear) for linear in qkv],
+        qkv_biases=[_tensor(linear, "bias") for linear in qkv if linear._parameters["bias"] is not None],
+        q_norm=_tensor(attention["q_norm"]) if "q_norm" in attention else None,
+        k_norm=_tensor(attention["k_norm"]) if "k_norm" in attention else None,
+        o=_tensor(o),
+        o_bias=None if o._parameters["bias"] is None else _tensor(o, "bias"),
+        post_attention_norm=_tensor(modules["post_attention_layernorm"]),
+        gate=_tensor(mlp["gate_proj"]),
+        up=_tensor(mlp["up_proj"]),
+        down=_tensor(mlp["down_proj"]),
+        next_norm=_tensor(next_norm),
     )
+
+
+def _tensor(module: nn.Module, name: str = "weight") -> Tensor:
+    """A parameter's data, as an object of ours: the caller's bears no mark of the compiler's.
+
+    The mark tells what the compiler knows of parameters: otherwise graph trees copy every weight at each replay. It is
+    unguarded, since the object is another one in each drive.
+    """
+    tensor = cast(Tensor, module._parameters[name]).data
+    torch._dynamo.mark_static_address(tensor, guard=False)
+    return tensor
 
 
 @torch.no_grad()
 def _rotary_tables(base: Any, max_positions: int) -> tuple[Tensor, Tensor]:
-    """The model's own, of every position."""
+    """The model's own [max_positions, head_dim], in its dtype, of every position."""
     like = base.embed_tokens.weight
     positions = torch.arange(max_positions, device=like.device)[None]
     cos, sin = base.rotary_emb(like, positions)
-    return cos[0].contiguous(), sin[0].contiguous()
-
-
-def _mark_addresses_static(llama: LlamaModel) -> None:
-    """Tell the compiler what it knows of parameters: otherwise graph trees copy every weight at each replay."""
-    for holder in (llama, *llama.layers):
-        for value in vars(holder).values():
-            for tensor in value if isinstance(value, list) else [value]:
-                if isinstance(tensor, Tensor):
-                    torch._dynamo.mark_static_address(tensor)
+    return cos[0], sin[0]
 
 
 # Takes normed hidden states [rows, hidden], a layer and its index; gives [rows, num_heads * head_dim].
@@ -128,18 +121,39 @@ Attend = Callable[[Tensor, LlamaLayer, int], Tensor]
 
 
 class LlamaForward:
-    """Implements `Forward` on `model`; `pages` by layer index.
+    """Implements `Forward` on `model` between `begin` and `end`; `pages` by layer index.
 
-    Numerics are those of transformers' own code, rounded at the same places, but for the order of sums.
+    `max_positions`: length of the rotary tables. Numerics are those of transformers' own code, rounded at the same
+    places, but for the order of sums.
     """
 
-    def __init__(self, model: LlamaModel, pages: tuple[LayerPages, ...]) -> None:
-        self._model = model
+    _model: LlamaModel
+
+    def __init__(self, model: PreTrainedModel, pages: tuple[LayerPages, ...], max_positions: int) -> None:
+        self._source = model
         self._pages = pages
         max_rows, device = pages[0].block_table.shape[0], pages[0].pages.device
         # Of one layer after the other: what attention leaves behind is what it finds.
-        self._arrivals = torch.zeros(max_rows * model.num_kv_heads, dtype=torch.int32, device=device)
-        torch._dynamo.mark_static_address(self._arrivals)
+        num_arrivals = max_rows * model.config.num_key_value_heads
+        self._arrivals = torch.zeros(num_arrivals, dtype=torch.int32, device=device)
+        self._cos, self._sin = (
+            table.clone(memory_format=torch.contiguous_format)
+            for table in _rotary_tables(model.model, max_positions)
+        )
+        for tensor in (self._arrivals, self._cos, self._sin):
+            torch._dynamo.mark_static_address(tensor)
+
+    def begin(self) -> None:
+        """Read the model as it is now. Its tensors lie where they did; the rotary tables are ours, and stay."""
+        self._model = read_llama(self._source)
+        for table, values in zip(
+            (self._cos, self._sin), _rotary_tables(self._source.model, len(self._cos)), strict=True
+        ):
+            table.copy_(values)
+
+    def end(self) -> None:
+        """Let go of the caller's tensors. Safe to call twice."""
+        vars(self).pop("_model", None)
 
     def __call__(self, token_ids: Tensor, positions: Tensor) -> HeadInputs:
         """As `Forward`."""
@@ -197,22 +211,38 @@ class LlamaForward:
     def _projection(self, positions: Tensor, hidden: Tensor, layer: LlamaLayer) -> tuple[Any, ...]:
         """What both operators that make heads take first."""
         model, norms = self._model, (layer.q_norm, layer.k_norm)
-        return (hidden, layer.qkv, layer.qkv_biases, positions, model.cos, model.sin, *norms, model.eps)
+        return (hidden, layer.qkv, layer.qkv_biases, positions, self._cos, self._sin, *norms, model.eps)
 
 
 def why_not_llama(model: PreTrainedModel) -> str | None:
-    """The reason for which `model` cannot run as fused layers; None when it can."""
+    """The reason for which `model` cannot run as fused layers; None when it can. It must be borrowed."""
     return next(_objections(model), None)
 
 
+def find_hook(model: PreTrainedModel) -> str | None:
+    """The first hook or replaced forward in the model, as `why_not_llama` names it."""
+    for path, module in model.named_modules():
+        if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+            return (
+                f"{path or 'the model'} has a hook or a replaced forward, which fused kernels would not run"
+            )
+    return None
+
+
 def _objections(model: PreTrainedModel) -> Iterator[str]:
-    """In an order in which each may rely on those before it."""
+    """In an order in which each may rely on those before it; a hook is named when nothing else is amiss."""
     name = type(model).__name__
     if name not in MODEL_CLASSES or type(model).__module__.split(".")[0] != "transformers":
         yield f"{name} is not one of {', '.join(MODEL_CLASSES)}"
     yield from _module_objections(model)
     yield from _config_objections(model)
     yield from _parameter_objections(model)
+    hook = find_hook(model)
+    if hook is not None:
+        yield hook
+    _, unfused = find_projection_groups(model)
+    for name, reason in unfused.items():
+        yield f"{name} cannot be one product: {reason}"
 
 
 def _module_objections(model: PreTrainedModel) -> Iterator[str]:
@@ -222,8 +252,10 @@ def _module_objections(model: PreTrainedModel) -> Iterator[str]:
         if kind not in PLAIN_MODULES and kind.__module__ not in own_modules:
             qualified_name = f"{kind.__module__}.{kind.__qualname__}"
             yield f"{path} is a {qualified_name} (an adapter, or quantised weights), not the model's own"
-        if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
-            yield f"{path or 'the model'} has a hook or a replaced forward, which fused kernels would not run"
+    for name in ("variance_epsilon", "scaling"):
+        numbers = {vars(module)[name] for module in model.modules() if name in vars(module)}
+        if len(numbers) > 1:
+            yield f"its layers differ in {name}: {', '.join(map(str, sorted(numbers)))}"
 
 
 def _config_objections(model: PreTrainedModel) -> Iterator[str]:
@@ -257,6 +289,3 @@ def _parameter_objections(model: PreTrainedModel) -> Iterator[str]:
         yield f"its parameters differ in dtype: {', '.join(sorted(dtypes))}"
     if model.dtype == torch.float64:
         yield "its dtype is torch.float64, and fused kernels sum up in float32"
-    _, unfused = find_projection_groups(model)
-    for name, reason in unfused.items():
-        yield f"{name} cannot be one product: {reason}"

@@ -35,6 +35,12 @@ class PlainForward:
         self.model = model
         self.pages = pages
 
+    def begin(self) -> None:
+        """Nothing: the model is read when it runs."""
+
+    def end(self) -> None:
+        """Nothing."""
+
     def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """As `Forward`."""
         output = self.model(

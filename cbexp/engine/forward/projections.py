@@ -8,13 +8,14 @@ their base result, so adapters (several, merged, disabled) are added by PEFT's o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
+from cbexp.engine.borrow import Changes
 from cbexp.engine.forward.ops import joint_linear
 
 PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -23,14 +24,17 @@ ONE_PRODUCT_ALREADY = ("qkv_proj", "gate_up_proj")
 
 @dataclass(frozen=True)
 class ProjectionGroup:
-    """Projections that read the same input; `block` is the attention or MLP module that calls them."""
+    """Projections that read the same input; `block` is the attention or MLP module that calls them.
 
-    block: nn.Module
-    linears: tuple[nn.Linear, ...]
+    Weakly referenced: between drives the caller may replace any of them, and the old weights must be free then.
+    """
+
+    block: ref[nn.Module]
+    linears: tuple[ref[nn.Linear], ...]
 
 
 class ProjectionFusion:
-    """Fuses the projections of `model` between `install` and `remove`.
+    """Fuses the projections of `model` between `install` and `remove`, once `resolve` has found them.
 
     Results equal the unfused model's but for the order of summation inside the product. With gradients enabled the
     projections run one by one, so that training stays right even while installed.
@@ -40,19 +44,24 @@ class ProjectionFusion:
         self._model = model
         self._groups: dict[str, ProjectionGroup] = {}
         self._skipped: dict[str, str] = {}
-        self._installed = ExitStack()
+        self._changes = Changes()
+
+    def resolve(self) -> None:
+        """Find the projections to fuse, in the model as it is now; to be called again when it has changed."""
+        self._groups, self._skipped = find_projection_groups(self._model)
 
     def install(self) -> None:
-        """Take over the forwards of the projections as they are now; none may be installed."""
-        self._groups, self._skipped = find_projection_groups(self._model)
-        with ExitStack() as undo:
+        """Take over the forwards of the projections; none may be installed."""
+        try:
             for group in self._groups.values():
-                _install_group(group, undo)
-            self._installed = undo.pop_all()
+                _install_group(group, self._changes)
+        except BaseException:
+            self.remove()
+            raise
 
     def remove(self) -> None:
         """Give every module its own forward back. Safe to call twice."""
-        self._installed.close()
+        self._changes.undo()
 
     def describe(self) -> dict[str, Any]:
         """As plain JSON values: how many groups are fused, and why each other one is not."""
@@ -83,7 +92,7 @@ def find_projection_groups(model: nn.Module) -> tuple[dict[str, ProjectionGroup]
             if reason is not None:
                 skipped[name] = reason
             else:
-                groups[name] = ProjectionGroup(block, _linears(members))
+                groups[name] = ProjectionGroup(ref(block), tuple(map(ref, _linears(members))))
     return groups, skipped
 
 
@@ -149,11 +158,14 @@ def _layout_objections(name: str, linear: nn.Linear) -> Iterator[str]:
             yield f"{name}.{kind} is laid out as {tuple(parameter.shape)}, not as a contiguous {shape}"
 
 
-def _install_group(group: ProjectionGroup, undo: ExitStack) -> None:
-    product = _SharedProduct(group.linears)
-    for index, linear in enumerate(group.linears):
-        _replace_forward(linear, _projection_forward(linear, product, index), undo)
-    _replace_forward(group.block, _block_forward(group.block.forward, product), undo)
+def _install_group(group: ProjectionGroup, changes: Changes) -> None:
+    block = cast(nn.Module, group.block())
+    linears = tuple(cast(nn.Linear, linear()) for linear in group.linears)
+    product = _SharedProduct(linears)
+    for index, linear in enumerate(linears):
+        changes.set(linear.__dict__, "forward", _projection_forward(linear, product, index))
+    # Around an instance's own forward (a hook of accelerate's, say), if it has one.
+    changes.set(block.__dict__, "forward", _block_forward(block.forward, product))
 
 
 class _SharedProduct:
@@ -208,13 +220,3 @@ def _block_forward(block_forward: Callable[..., Any], product: _SharedProduct) -
             product.end()
 
     return forward
-
-
-def _replace_forward(module: nn.Module, forward: Callable[..., Any], undo: ExitStack) -> None:
-    """Shadow `module.forward`; an instance's own forward (a hook of accelerate's, say) comes back on undo."""
-    attributes = module.__dict__
-    if "forward" in attributes:
-        undo.callback(attributes.__setitem__, "forward", attributes["forward"])
-    else:
-        undo.callback(attributes.pop, "forward", None)
-    attributes["forward"] = forward

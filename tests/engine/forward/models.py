@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cbexp.engine.attention import ATTENTION_NAME
 from cbexp.engine.buffers import PagePool, allocate_buffers
-from cbexp.engine.forward.llama import LlamaForward, read_llama, why_not_llama
+from cbexp.engine.forward.llama import LlamaForward, why_not_llama
 from cbexp.engine.forward.projections import ProjectionFusion
 
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, MAX_POSITIONS, PAGE_SIZE = 3, 2, 16, 128, 4
@@ -57,6 +57,7 @@ def with_lora(model, targets=("q_proj", "v_proj", "up_proj"), **changes):
 def fused(model):
     """With `model`'s projections fused."""
     fusion = ProjectionFusion(model)
+    fusion.resolve()
     fusion.install()
     try:
         yield fusion
@@ -133,4 +134,6 @@ def build_buffers(model, num_rows, max_burst=1, page_size=PAGE_SIZE, max_positio
 
 def fused_forward(model, buffers, max_positions=MAX_POSITIONS):
     assert why_not_llama(model) is None
-    return LlamaForward(read_llama(model, max_positions), buffers.layers)
+    forward = LlamaForward(model, buffers.layers, max_positions)
+    forward.begin()
+    return forward

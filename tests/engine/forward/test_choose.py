@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from cbexp.engine import EngineError
 from cbexp.engine.decode.step import EagerSteps
 from cbexp.engine.forward import ForwardChoice, PlainForward
+from cbexp.engine.forward.choose import warn_of_hook
 from cbexp.engine.forward.llama import LlamaForward
 from cbexp.engine.forward.projections import ProjectionFusion
 from cbexp.engine.sampling import compute_logits
@@ -125,6 +126,51 @@ def test_hooks_forwards_and_adapters_void_compiled_code(fusion, model):
     assert not choice.begin()
 
 
+def test_a_forward_at_the_address_of_another_voids_compiled_code(model):
+    choice, mlp = choose_forward(model, "projections"), layer(model).mlp
+    addresses = set()
+    for factor in range(20):
+        mlp.forward = lambda x, factor=factor: factor * x
+        addresses.add(id(mlp.forward))
+        choice.begin()
+        choice.end()
+        del mlp.forward
+        mlp.forward = lambda x, factor=factor: -factor * x
+        addresses.add(id(mlp.forward))
+        assert choice.begin()
+        choice.end()
+        del mlp.forward
+    assert len(addresses) < 20, "none was used again"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("fusion", FUSIONS)
+def test_other_numbers_void_compiled_code(model, fusion):
+    choice = choose_forward(model, fusion)
+    for name in ("scaling", "variance_epsilon"):
+        assert choice.begin()
+        choice.end()
+        for module in model.modules():
+            if name in vars(module):
+                setattr(module, name, 0.5)
+    assert choice.begin()
+    check_logits(choice)
+
+
+@torch.no_grad()
+def test_rotary_tables_follow_the_model(model):
+    """They are ours, and stay where they are."""
+    choice = choose_forward(model, "layers")
+    choice.begin()
+    forward, before = choice.forward, choice.forward._cos.clone()
+    choice.end()
+    model.model.rotary_emb.inv_freq.mul_(0.5)
+    assert not choice.begin()
+    assert choice.forward is forward
+    assert not torch.equal(forward._cos, before)
+    choice.close()
+
+
 @pytest.mark.parametrize("place", [(ForwardChoice, "_build_forward"), (ProjectionFusion, "install")])
 def test_a_drive_after_a_failed_one_builds_again(model, monkeypatch, place):
     def fail(self):
@@ -165,6 +211,21 @@ def test_a_closed_choice_keeps_no_page_of_the_cache(fusion, model):
 
 def test_auto_fuses_nothing_on_a_cpu(model):
     assert choose_forward(model, "auto").describe() == {"fusion": "none"}
+
+
+def test_a_hook_that_alone_prevents_fused_layers_is_named(model):
+    """Adapters are expected, and other reasons are there with or without it."""
+    warn_of_hook(model)
+    handle = layer(model).mlp.register_forward_hook(print)
+    with pytest.warns(
+        UserWarning, match=r"projections alone, which is slower: model\.layers\.0\.mlp has a hook"
+    ):
+        warn_of_hook(model)
+    handle.remove()
+    layer(model).mlp.up_proj.forward = print
+    with pytest.warns(UserWarning, match=r"model\.layers\.0\.mlp\.up_proj has a hook or a replaced forward"):
+        warn_of_hook(model)
+    warn_of_hook(with_lora(model).base_model.model)
 
 
 # Whole drives
