@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 import transformers
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
@@ -17,7 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from cbexp.engine.borrow import Borrow, borrowed_for_inference, exclusive_use
 from cbexp.engine.interrupts import deferring_interrupts
 from cbexp.engine.model_driver import ModelDriver
-from cbexp.engine.probe import build_trial_groups, find_difference, recorded_logits
+from cbexp.engine.probe import require_own_forward
 from cbexp.engine.requests import GroupLengths, PromptGroup, RequestBook, RequestLimits
 from cbexp.engine.sampling import HeadInputs
 from cbexp.engine.settings import check_config, check_count, check_device
@@ -30,8 +29,8 @@ from cbexp.engine.sizing import (
     measure_need,
     size_cache,
 )
-from cbexp.engine.support import check_transformers_version, unsupported
-from cbexp.engine.types import CBSyncConfig, EngineError, StepInfo, UnsupportedModelError
+from cbexp.engine.support import check_transformers_version
+from cbexp.engine.types import CBSyncConfig, EngineError, StepInfo
 
 if TYPE_CHECKING:
     from cbexp.engine.decode import Decoder, DecodeRecord
@@ -88,7 +87,14 @@ class SyncCBDriver(ModelDriver):
             resolve_fusion(self._model, self._config.fusion)
         self._num_steps = 0
         self._record: DecodeRecord | None = None  # of all decoders, from the first one on
-        self._probe()
+        own = self._model.config._attn_implementation
+        require_own_forward(
+            self._model,
+            self._config,
+            super()._request_limits(),
+            own if upstream.reads_paged_cache(self._model.config) else None,
+            self._generate_apart,
+        )
         # With `num_blocks` set it is built at once and stays; else a drive may ask for a larger one.
         self._engine: _Engine | None = None
         if self._config.num_blocks is not None:
@@ -248,67 +254,28 @@ class SyncCBDriver(ModelDriver):
                 self._engine.close()
                 self._engine = None
 
-    def _probe(self) -> None:
-        """Raise `UnsupportedModelError` unless what is driven is the model's own forward, see `_check_forward`.
-
-        The message says whether the attention that the model was loaded with would do.
-        """
+    def _generate_apart(self, settings: CBSyncConfig, groups: list[PromptGroup]) -> list[tuple[int, ...]]:
+        """The tokens of each prompt and what it is continued with, on an engine of its own for these prompts."""
         from cbexp.engine import upstream
 
-        try:
-            self._check_forward(self._config)
-        except UnsupportedModelError as error:
-            if not (self._config.has_engine_attention and upstream.reads_paged_cache(self._model.config)):
-                raise
-            own = self._model.config._attn_implementation
-            try:
-                self._check_forward(replace(self._config, attn_implementation=own))
-            except UnsupportedModelError:
-                raise error from None
-            raise UnsupportedModelError(
-                f"{error} Use attn_implementation={own!r}, which the model was loaded with."
-            ) from error
-
-    def _check_forward(self, config: CBSyncConfig) -> None:
-        """Drive two small requests with the attention of `config`, and compare the logits with the model's own forward.
-
-        Raises `UnsupportedModelError` when either fails, or when they differ. Running out of memory is no such failure.
-        """
-        from cbexp.engine import upstream
-
-        own = self._model.config._attn_implementation
-        if own == upstream.attention_name(CBSyncConfig()):
-            own = "eager"  # inside of another driver's drive; every model has that one
-        groups = build_trial_groups(super()._request_limits())
-        settings = replace(
-            config,
-            max_batch_tokens=max(config.page_size, sum(len(group.prompt_ids) for group in groups)),
-            max_requests_per_batch=len(groups),
-            max_burst=1,
-            allow_block_sharing=False,
-            scheduler="fifo",
-            compile_mode="eager",
-            batch_shape="full",
-            buckets=None,
-            fusion="none",
-            self_check=False,
-        )
-        need = measure_need([group.lengths for group in groups], self._model.config, settings)
+        model, book = self._model, RequestBook(groups)
+        need = measure_need([group.lengths for group in groups], model.config, settings)
         size = CacheSize(need.num_blocks, need.batch_tokens, len(groups), is_bounded=False)
-        with exclusive_use(self._model):
-            with (
-                _refusing(self._model, "its forward fails on a paged cache"),
-                borrowed_for_inference(self._model, upstream.attention_name(config)),
-                recorded_logits(self._model) as logits,
-            ):
-                token_ids = _generate(_build_engine(self._model, settings, size, ()), groups)
-            with (
-                _refusing(self._model, "its own forward fails without a cache"),
-                borrowed_for_inference(self._model, own),
-            ):
-                difference = find_difference(self._model, token_ids, logits)
-        if difference is not None:
-            raise unsupported(self._model, difference)
+        with borrowed_for_inference(model, upstream.attention_name(settings)):
+            engine = _build_engine(model, settings, size, ())
+            try:
+                engine.batcher.begin(book, safety_margin=0.0, num_slots=len(groups))
+                engine.decoder.begin()
+                for group in groups:
+                    engine.batcher.submit(group)
+                while _run_step(engine) is not None:
+                    pass
+            finally:
+                engine.close()
+        completions = list(book.completions({}, self.lost_error).values())
+        for error in filter(None, (completion.error for completion in completions)):
+            raise RuntimeError(error)
+        return [completion.prompt_ids + completion.completion_ids for completion in completions]
 
 
 @dataclass
@@ -383,37 +350,6 @@ def _build_engine(
     with batcher.on_stream():
         decoder = Decoder(model, batcher.page_pools(), settings, eos_token_ids, batcher.max_positions, record)
     return _Engine(batcher, decoder, size)
-
-
-@contextmanager
-def _refusing(model: PreTrainedModel, what_fails: str) -> Iterator[None]:
-    """Make an `UnsupportedModelError` of any error in the body, but of running out of memory."""
-    try:
-        yield
-    except Exception as error:
-        # The allocator of CPUs raises a plain RuntimeError.
-        if isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
-            raise
-        first_line = str(error).strip().partition("\n")[0].rstrip(".")
-        raise unsupported(model, f"{what_fails} ({type(error).__name__}: {first_line})") from error
-
-
-def _generate(engine: _Engine, groups: list[PromptGroup]) -> list[tuple[int, ...]]:
-    """The tokens of each prompt and what it is continued with, by an engine that is closed then."""
-    book = RequestBook(groups)
-    try:
-        engine.batcher.begin(book, safety_margin=0.0, num_slots=len(groups))
-        engine.decoder.begin()
-        for group in groups:
-            engine.batcher.submit(group)
-        while _run_step(engine) is not None:
-            pass
-        completions = list(book.completions({}, SyncCBDriver.lost_error).values())
-        for error in filter(None, (completion.error for completion in completions)):
-            raise RuntimeError(error)
-        return [completion.prompt_ids + completion.completion_ids for completion in completions]
-    finally:
-        engine.close()
 
 
 def _run_step(engine: _Engine) -> StepInfo | None:

@@ -6,15 +6,19 @@ Many architectures take a paged cache on paper only, and some compute something 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from cbexp.engine.borrow import borrowed_for_inference, exclusive_use
 from cbexp.engine.requests import PromptGroup, RequestLimits
+from cbexp.engine.support import unsupported
+from cbexp.engine.types import CBSyncConfig, UnsupportedModelError
 
 # Two rows of different lengths: what a model computes once for a batch is wrong for one of them.
 PROMPT_LENGTHS = (8, 3)
@@ -27,6 +31,80 @@ MAX_MEDIAN_IN_HALF_PRECISION = 0.25
 # A model that makes more of rounding than that is compared with what it makes of its own embeddings, rounded anew.
 # Right ones reach 1.4 of it (random experts, 24 and 80 layers), and DiffLlama in bfloat16 7 at the least.
 MAX_TIMES_ROUNDING = 3
+
+
+# Generates as the settings say: the tokens of each prompt with what it is continued with.
+Generate = Callable[[CBSyncConfig, list[PromptGroup]], list[tuple[int, ...]]]
+
+
+def require_own_forward(
+    model: PreTrainedModel,
+    config: CBSyncConfig,
+    limits: RequestLimits,
+    own_attention: str | None,
+    generate: Generate,
+) -> None:
+    """Have `generate` run two small prompts with the attention of `config`, and compare with the model's own forward.
+
+    `own_attention`: what the model was loaded with, where it works on a paged cache.
+
+    Raises:
+        UnsupportedModelError: either forward fails, or they differ. It says whether `own_attention` would do. Running
+            out of memory is no such failure.
+    """
+    try:
+        _check(model, config, limits, generate)
+    except UnsupportedModelError as error:
+        if own_attention is None or not config.has_engine_attention:
+            raise
+        try:
+            _check(model, replace(config, attn_implementation=own_attention), limits, generate)
+        except UnsupportedModelError:
+            raise error from None
+        raise UnsupportedModelError(
+            f"{error} Use attn_implementation={own_attention!r}, which the model was loaded with."
+        ) from error
+
+
+def _check(model: PreTrainedModel, config: CBSyncConfig, limits: RequestLimits, generate: Generate) -> None:
+    groups = build_trial_groups(limits)
+    settings = replace(
+        config,
+        num_blocks=None,
+        max_batch_tokens=max(config.page_size, sum(len(group.prompt_ids) for group in groups)),
+        max_requests_per_batch=len(groups),
+        max_burst=1,
+        allow_block_sharing=False,
+        scheduler="fifo",
+        compile_mode="eager",
+        batch_shape="full",
+        buckets=None,
+        fusion="none",
+        self_check=False,
+    )
+    with exclusive_use(model):
+        with _refusing(model, "its forward fails on a paged cache"), recorded_logits(model) as logits:
+            token_ids = generate(settings, groups)
+        with (
+            _refusing(model, "its own forward fails without a cache"),
+            borrowed_for_inference(model, model.config._attn_implementation),
+        ):
+            difference = find_difference(model, token_ids, logits)
+    if difference is not None:
+        raise unsupported(model, difference)
+
+
+@contextmanager
+def _refusing(model: PreTrainedModel, what_fails: str) -> Iterator[None]:
+    """Make an `UnsupportedModelError` of any error in the body, but of running out of memory."""
+    try:
+        yield
+    except Exception as error:
+        # The allocator of CPUs raises a plain RuntimeError.
+        if isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
+            raise
+        first_line = str(error).strip().partition("\n")[0].rstrip(".")
+        raise unsupported(model, f"{what_fails} ({type(error).__name__}: {first_line})") from error
 
 
 def build_trial_groups(limits: RequestLimits) -> list[PromptGroup]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -13,16 +13,34 @@ from transformers import PreTrainedModel
 
 from cbexp.engine.attention import describe_attention_path
 from cbexp.engine.buffers import DecodeRow, PagePool, RowUpload, allocate_buffers
-from cbexp.engine.decode.record import DecodeRecord
 from cbexp.engine.decode.runners import build_runner
-from cbexp.engine.decode.self_check import check_bucket
+from cbexp.engine.decode.self_check import SelfCheckResult, check_bucket, summarize_errors
 from cbexp.engine.decode.shapes import build_batch_shapes, choose_burst_length
-from cbexp.engine.decode.step import StepRunner
-from cbexp.engine.decode.timing import time_decode_steps
+from cbexp.engine.decode.step import CompileStats, StepRunner
+from cbexp.engine.decode.timing import DeviceIdle, time_decode_steps
 from cbexp.engine.forward import ForwardChoice
 from cbexp.engine.interrupts import deferring_interrupts
 from cbexp.engine.sampling import HeadInputs
 from cbexp.engine.types import COMPILE_MODES, CBSyncConfig, EngineError
+
+
+@dataclass
+class DecodeRecord:
+    """One for all decoders of a driver. `checks`: every self-check that was passed, in order."""
+
+    counts: CompileStats = field(default_factory=CompileStats)
+    idle: DeviceIdle = field(default_factory=DeviceIdle)
+    checks: list[SelfCheckResult] = field(default_factory=list)
+
+    def summarize(self) -> dict[str, Any]:
+        """`CompileStats`, `device_idle_share`, and what self-checks found.
+
+        The idle share is of drives, between bursts and batches of prompts. It is None without a GPU, and in modes
+        without graphs: there the device also waits for the host inside a burst, which is not measured.
+        `mean_logprob_error`, `max_logprob_error` (of the forward run eagerly), `mean_logit_error` and `max_logit_error`
+        (of steps as they run) are over the rows of all self-checks (None: nothing was checked).
+        """
+        return asdict(self.counts) | {"device_idle_share": self.idle.share} | summarize_errors(self.checks)
 
 
 class Decoder:
