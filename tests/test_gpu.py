@@ -99,7 +99,7 @@ def test_accuracy_in_bfloat16_is_that_of_the_plain_model_in_every_way(tmp_path, 
 @pytest.mark.parametrize(("num_prompts", "num_generations", "length"), [(8, 1, 100), (4, 16, 900)])
 def test_decoding_comes_near_the_roofline_and_not_beyond_it(tmp_path, num_prompts, num_generations, length):
     """Also with groups, whose prompts are counted once: the device's cache serves the other readers."""
-    architecture = TIED_QWEN3 | WIDE
+    architecture = TIED_QWEN3 | WIDE | {"max_position_embeddings": 2048}
     lengths = {"num_prompts": num_prompts, "min_length": length, "max_length": length}
     lengths["num_generations"] = num_generations
     summary = run(

@@ -189,7 +189,8 @@ def test_a_weight_update_on_the_callers_stream_is_seen(new_model, make_driver, p
 
 def test_close_gives_the_memory_back(new_model, make_driver, prompts):
     model = new_model("qwen3").cuda()
-    gc.collect()  # graphs of tests before this one would keep their workspaces
+    torch._dynamo.reset()  # graphs of tests before this one would keep their workspaces
+    gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     driver = make_driver(model, num_blocks=200_000, max_batch_tokens=64, compile_mode="cuda_graph")
