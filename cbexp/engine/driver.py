@@ -188,7 +188,7 @@ class SyncCBDriver(ModelDriver):
         self._steps.append(info)
         if self._config.on_step is None:
             return
-        engine.decoder.end()
+        engine.decoder.pause()
         with borrow.given_back():
             self._config.on_step(index, info)
             if not engine.batcher.suits(self._model):
@@ -197,7 +197,7 @@ class SyncCBDriver(ModelDriver):
                     "device and in the dtype that it began with."
                 )
         with engine.batcher.on_stream():
-            engine.decoder.begin()
+            engine.decoder.resume()
 
     def _request_limits(self) -> RequestLimits:
         limits = super()._request_limits()
@@ -310,6 +310,8 @@ class _UpstreamSteps:
         self.max_rows = max_rows
 
     def begin(self) -> None: ...
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
     def end(self) -> None: ...
     def prepare(self) -> None: ...
     def close(self) -> None: ...

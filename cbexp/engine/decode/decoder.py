@@ -106,8 +106,12 @@ class Decoder:
         )
 
     def begin(self) -> None:
-        """Take the model over for a drive; what was compiled or captured from weights that have moved is dropped."""
+        """Take the model over for a drive."""
         self.record.idle.begin()
+        self.resume()
+
+    def resume(self) -> None:
+        """Take the model over; what was compiled or captured from weights that have moved is dropped."""
         with deferring_interrupts():  # between the two, the runner would be of weights that are gone
             if self._forward.begin():
                 self._drop_runner()
@@ -121,8 +125,12 @@ class Decoder:
                 parameters=list(self._model.parameters()),
             )
 
+    def pause(self) -> None:
+        """Give the modules back to the caller, until `resume`."""
+        self._forward.pause()
+
     def end(self) -> None:
-        """Give the modules back to the caller. Safe to call twice."""
+        """Give the modules back to the caller, and let go of the weights. Safe to call twice."""
         self._forward.end()
 
     def prepare(self) -> None:

@@ -51,7 +51,7 @@ class ForwardChoice:
         That is so at first, and when parameters were re-assigned, moved or wrapped (an adapter) since the last time;
         weights that were written in place keep everything valid.
         """
-        self.end()
+        self.pause()
         state = _read_state(self._model)
         is_void = state != self._state
         self._state = None  # should anything here fail, the next drive does all of it again
@@ -67,9 +67,13 @@ class ForwardChoice:
         self._state = state
         return is_void
 
+    def pause(self) -> None:
+        """Give the modules back to the caller, until the next `begin`. Safe to call twice."""
+        self._projections.remove()
+
     def end(self) -> None:
         """Give the modules back to the caller, and let go of the weights. Safe to call twice."""
-        self._projections.remove()
+        self.pause()
         self.forward.end()
 
     def close(self) -> None:

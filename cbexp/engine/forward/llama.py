@@ -144,7 +144,9 @@ class LlamaForward:
             torch._dynamo.mark_static_address(tensor)
 
     def begin(self) -> None:
-        """Read the model as it is now. Its tensors lie where they did; the rotary tables are ours, and stay."""
+        """Read the model, if `end` has let go of it. Its tensors lie where they did; the rotary tables stay."""
+        if "_model" in vars(self):
+            return
         self._model = read_llama(self._source)
         for table, values in zip(
             (self._cos, self._sin), _rotary_tables(self._source.model, len(self._cos)), strict=True
