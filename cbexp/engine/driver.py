@@ -188,7 +188,7 @@ class SyncCBDriver(ModelDriver):
         self._steps.append(info)
         if self._config.on_step is None:
             return
-        engine.decoder.pause()
+        engine.decoder.end()
         with borrow.given_back():
             self._config.on_step(index, info)
             if not engine.batcher.suits(self._model):
@@ -310,7 +310,6 @@ class _UpstreamSteps:
         self.max_rows = max_rows
 
     def begin(self) -> None: ...
-    def pause(self) -> None: ...
     def resume(self) -> None: ...
     def end(self) -> None: ...
     def prepare(self) -> None: ...

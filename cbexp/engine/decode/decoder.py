@@ -108,12 +108,16 @@ class Decoder:
     def begin(self) -> None:
         """Take the model over for a drive."""
         self.record.idle.begin()
-        self.resume()
+        self._take(is_new=True)
 
     def resume(self) -> None:
-        """Take the model over; what was compiled or captured from weights that have moved is dropped."""
+        """Take the model over for the rest of a drive, after `end`."""
+        self._take(is_new=False)
+
+    def _take(self, *, is_new: bool) -> None:
+        """What was compiled or captured from weights that have moved is dropped."""
         with deferring_interrupts():  # between the two, the runner would be of weights that are gone
-            if self._forward.begin():
+            if self._forward.begin(is_new=is_new):
                 self._drop_runner()
         if self._runner is None:
             self._runner = build_runner(
@@ -124,10 +128,6 @@ class Decoder:
                 recompile_limit=self._settings.recompile_limit,
                 parameters=list(self._model.parameters()),
             )
-
-    def pause(self) -> None:
-        """Give the modules back to the caller, until `resume`."""
-        self._forward.pause()
 
     def end(self) -> None:
         """Give the modules back to the caller, and let go of the weights. Safe to call twice."""

@@ -45,13 +45,13 @@ class ForwardChoice:
         self._explain()
         self.forward: PlainForward | LlamaForward = PlainForward(model, pages)
 
-    def begin(self) -> bool:
-        """Prepare a drive, or what is left of one; whether what was captured or compiled from `forward` is void.
+    def begin(self, *, is_new: bool = True) -> bool:
+        """Prepare a drive, a new one or the rest of one; whether what was captured or compiled from `forward` is void.
 
         That is so at first, and when parameters were re-assigned, moved or wrapped (an adapter) since the last time;
         weights that were written in place keep everything valid.
         """
-        self.pause()
+        self.end()
         state = _read_state(self._model)
         is_void = state != self._state
         self._state = None  # should anything here fail, the next drive does all of it again
@@ -63,17 +63,13 @@ class ForwardChoice:
             self.forward = self._build_forward()
         if self.fusion == "projections":
             self._projections.install()
-        self.forward.begin()
+        self.forward.begin(is_new=is_new)
         self._state = state
         return is_void
 
-    def pause(self) -> None:
-        """Give the modules back to the caller, until the next `begin`. Safe to call twice."""
-        self._projections.remove()
-
     def end(self) -> None:
         """Give the modules back to the caller, and let go of the weights. Safe to call twice."""
-        self.pause()
+        self._projections.remove()
         self.forward.end()
 
     def close(self) -> None:

@@ -143,11 +143,14 @@ class LlamaForward:
         for tensor in (self._arrivals, self._cos, self._sin):
             torch._dynamo.mark_static_address(tensor)
 
-    def begin(self) -> None:
-        """Read the model, if `end` has let go of it. Its tensors lie where they did; the rotary tables stay."""
-        if "_model" in vars(self):
-            return
+    def begin(self, *, is_new: bool = True) -> None:
+        """Read the model as it is now, for a new drive or the rest of one. Its tensors lie where they did.
+
+        The rotary tables are ours, and stay. For a new drive they are computed anew: frequencies may have changed.
+        """
         self._model = read_llama(self._source)
+        if not is_new:
+            return
         for table, values in zip(
             (self._cos, self._sin), _rotary_tables(self._source.model, len(self._cos)), strict=True
         ):

@@ -35,7 +35,7 @@ class PlainForward:
         self.model = model
         self.pages = pages
 
-    def begin(self) -> None:
+    def begin(self, *, is_new: bool = True) -> None:
         """Nothing: the model is read when it runs."""
 
     def end(self) -> None:
