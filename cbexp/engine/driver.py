@@ -114,6 +114,8 @@ class SyncCBDriver(ModelDriver):
             "attn_implementation": self._config.attn_implementation,
             "has_growing_cache": self._config.num_blocks is None,
         }
+        if self._config.num_blocks is None:
+            settings["max_memory_fraction"] = self._config.max_memory_fraction
         if self._engine is None:
             return settings
         return settings | self._engine.batcher.describe() | self._engine.decoder.describe()

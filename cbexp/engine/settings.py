@@ -192,7 +192,7 @@ def _refuse_other_fields(generation_config: GenerationConfig) -> None:
         shown = [f"{name}={' '.join(reprlib.repr(value).split())}" for name, value in fields.items()]
         advice = "".join(f"; {ADVICE[name]}" for name in fields if name in ADVICE)
         raise EngineError(
-            f"generation_config sets {', '.join(shown)}, which this driver does not do: leave that out{advice}."
+            f"generation_config sets {', '.join(shown)}, which this greedy driver does not do: leave that out{advice}."
         )
 
 

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from cbexp.engine.requests import GroupLengths
+from cbexp.engine.settings import MAX_MEMORY_FRACTION
 from cbexp.engine.types import CacheMemoryError, CBSyncConfig
 
 GIB = 2**30
@@ -252,10 +253,12 @@ def size_cache(
         blocks_that_fit = cost.tokens_within(budget_bytes) // settings.page_size
         if blocks_that_fit < need.longest_blocks:
             least_bytes = cost.total_bytes(need.longest_blocks * settings.page_size)
+            share = math.ceil(100 * least_bytes / free_bytes) / 100
+            raised = f"raise it to {share:g}, " if share <= MAX_MEMORY_FRACTION else ""
             raise CacheMemoryError(
                 f"max_memory_fraction={settings.max_memory_fraction:g} of the free memory ({format_gib(free_bytes)}) "
                 f"is {format_gib(budget_bytes)}, and the longest request of the round takes {format_gib(least_bytes)} "
-                "of cache with a step's buffers: raise it, lower max_new_tokens or max_batch_tokens, or shorten the "
+                f"of cache with a step's buffers: {raised}lower max_new_tokens or max_batch_tokens, or shorten the "
                 "prompts."
             )
         if blocks_that_fit < num_blocks:

@@ -12,6 +12,7 @@ from typing import Any
 
 from cbexp.config import ExperimentConfig
 from cbexp.dataset.synthetic import draw_lengths
+from cbexp.engine.settings import MAX_MEMORY_FRACTION
 from cbexp.engine.sizing import count_blocks, estimate_cache_cost, format_gib, free_memory_bytes, measure_need
 from cbexp.planning.cache_sizing import full_lengths, group_lengths, round_settings
 from cbexp.planning.plan import RunPlan, resolve_plan
@@ -24,9 +25,9 @@ ASSUMED_PROMPT_TOKENS = 256
 class DryRunReport:
     """Bytes and tokens of a job. A request is counted at full length: prompt and all new tokens, in whole pages.
 
-    `cache_tokens_asked` is what was set, else what the requests need that run at once. `tokens_that_fit` are what is
-    left of `free_bytes` after the weights, within `cache.max_memory_fraction`; `requests_that_fit` those that run at
-    once, no more than a batch may have, were they the longest. `advice` is empty when everything fits.
+    Of a round's `num_requests`, up to `batch_requests` run at once. `cache_tokens_asked` is what was set, else what
+    those need. `tokens_that_fit` are within `memory_fraction` of what is left of `free_bytes` after the weights, buffers
+    of a step included; `requests_that_fit` run at once there, were they the longest. `advice` is empty when all fit.
     """
 
     model: str
@@ -42,7 +43,9 @@ class DryRunReport:
     longest_request_tokens: int
     is_prompt_length_assumed: bool
     num_requests: int
+    batch_requests: int
     cache_tokens_asked: int
+    memory_fraction: float
     tokens_that_fit: int
     requests_that_fit: int
     advice: list[str]
@@ -69,12 +72,22 @@ class DryRunReport:
                 "request",
                 f"at most {self.longest_request_tokens:,} tokens (pages of {self.page_size}{assumed})",
             ),
-            ("cache asked", f"{self.cache_tokens_asked:,} tokens"),
-            ("cache fits", f"{self.tokens_that_fit:,} tokens"),
+            (
+                "cache asked",
+                f"{self._describe_cache(self.cache_tokens_asked)}, for {self.batch_requests:,} requests at once",
+            ),
+            (
+                "cache fits",
+                f"{self._describe_cache(self.tokens_that_fit)}, with a step's buffers in {self.memory_fraction:g} of "
+                "what the weights leave",
+            ),
             ("at once", f"{self.requests_that_fit:,} of the {self.num_requests:,} requests of a round"),
             *(("to lower", line) for line in self.advice),
             *(("warning", line) for line in self.warnings),
         ]
+
+    def _describe_cache(self, num_tokens: int) -> str:
+        return f"{num_tokens:,} tokens, {format_gib(num_tokens * self.kv_bytes_per_token)}"
 
 
 def summarize_dry_run(config: ExperimentConfig) -> DryRunReport:
@@ -86,7 +99,12 @@ def summarize_dry_run(config: ExperimentConfig) -> DryRunReport:
     lengths, is_assumed = _prompt_lengths(config)
     need = measure_need(group_lengths(plan, lengths), plan.architecture, round_settings(plan, lengths))
     free_bytes = free_memory_bytes(plan.device)
-    tokens_that_fit = _tokens_that_fit(plan, need.batch_tokens, free_bytes)
+    # A size that was set is held against what the engine takes at most.
+    fraction = config.cache.max_memory_fraction if plan.cache_tokens is None else MAX_MEMORY_FRACTION
+    tokens_that_fit = _tokens_that_fit(
+        plan, need.batch_tokens, (free_bytes - plan.weights.num_bytes) * fraction
+    )
+    num_requests = len(lengths) * config.dataset.num_generations
     asked = plan.cache_tokens or need.num_blocks * plan.page_size
     report = DryRunReport(
         model=_describe_model(config),
@@ -102,10 +120,14 @@ def summarize_dry_run(config: ExperimentConfig) -> DryRunReport:
         longest_request_tokens=math.ceil((max(full_lengths(plan, lengths)) - 1) / plan.page_size)
         * plan.page_size,
         is_prompt_length_assumed=is_assumed,
-        num_requests=len(lengths) * config.dataset.num_generations,
+        num_requests=num_requests,
+        batch_requests=min(num_requests, plan.max_requests_per_batch),
         cache_tokens_asked=asked,
+        memory_fraction=fraction,
         tokens_that_fit=tokens_that_fit,
-        requests_that_fit=_count_fitting(plan, lengths, min(asked, tokens_that_fit)),
+        requests_that_fit=_count_fitting(
+            plan, lengths, min(num_requests, plan.max_requests_per_batch), min(asked, tokens_that_fit)
+        ),
         advice=[],
         warnings=plan.warnings,
     )
@@ -131,8 +153,7 @@ def _prompt_lengths(config: ExperimentConfig) -> tuple[list[int], bool]:
     return [ASSUMED_PROMPT_TOKENS] * config.dataset.num_prompts, True
 
 
-def _tokens_that_fit(plan: RunPlan, batch_tokens: int, free_bytes: int) -> int:
-    budget_bytes = (free_bytes - plan.weights.num_bytes) * plan.config.cache.max_memory_fraction
+def _tokens_that_fit(plan: RunPlan, batch_tokens: int, budget_bytes: float) -> int:
     if not plan.kind.has_paged_cache:
         return max(0, int(budget_bytes // plan.kv_bytes_per_token))
     settings, max_requests = plan.settings, plan.max_requests_per_batch
@@ -140,8 +161,8 @@ def _tokens_that_fit(plan: RunPlan, batch_tokens: int, free_bytes: int) -> int:
     return cost.tokens_within(budget_bytes) // plan.page_size * plan.page_size
 
 
-def _count_fitting(plan: RunPlan, prompt_lengths: Sequence[int], num_tokens: int) -> int:
-    """How many requests `num_tokens` hold at full length, the longest first, up to the largest batch."""
+def _count_fitting(plan: RunPlan, prompt_lengths: Sequence[int], num_requests: int, num_tokens: int) -> int:
+    """How many of `num_requests` `num_tokens` hold at full length, the longest first."""
     blocks_of = partial(
         count_blocks,
         group_lengths(plan, prompt_lengths),
@@ -149,8 +170,7 @@ def _count_fitting(plan: RunPlan, prompt_lengths: Sequence[int], num_tokens: int
         plan.page_size,
         shares_blocks=plan.block_sharing,
     )
-    num_requests = len(prompt_lengths) * plan.config.dataset.num_generations
-    possible = range(1, min(num_requests, plan.max_requests_per_batch) + 1)
+    possible = range(1, num_requests + 1)
     return bisect_right(possible, num_tokens // plan.page_size, key=lambda n: blocks_of(max_rows=n))
 
 
@@ -170,9 +190,10 @@ def _advise(plan: RunPlan, report: DryRunReport) -> list[str]:
         advice.append(f"cache.num_tokens={plan.cache_tokens} to {report.tokens_that_fit} at most")
     if report.requests_that_fit == 0:
         advice.append("sampling.max_new_tokens or the prompts' lengths: not one request fits at full length")
-    elif report.requests_that_fit < min(report.num_requests, plan.max_requests_per_batch):
+    elif report.requests_that_fit < report.batch_requests:
+        raised = "; or raise cache.max_memory_fraction" if plan.cache_tokens is None else ""
         advice.append(
-            f"only to run all requests at once ({report.requests_that_fit} do, the others wait): dataset.num_prompts, "
-            "dataset.num_generations or sampling.max_new_tokens"
+            f"only to run {report.batch_requests} requests at once ({report.requests_that_fit} do, the others wait): "
+            f"dataset.num_prompts, dataset.num_generations or sampling.max_new_tokens{raised}"
         )
     return advice

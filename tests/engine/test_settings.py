@@ -284,7 +284,6 @@ def test_resolved_settings_are_plain_json_and_what_runs(shared_model, make_drive
         "cuda_graph": False,
         "compile_mode": None,
         "cpu_offload_gib": 0.0,
-        "max_memory_fraction": 0.9,
         "decode_mode": "eager",
         "fusion": "none",
         "batch_shape": "buckets",

@@ -217,7 +217,6 @@ def describe_processor(processor: ContinuousBatchProcessor) -> dict[str, Any]:
         "cuda_graph": any(cb_config.cuda_graph_booleans),
         "compile_mode": None,
         "cpu_offload_gib": cb_config.cpu_offload_space,
-        "max_memory_fraction": cb_config.max_memory_percent,
     }
 
 
