@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from cbexp.engine.borrow import borrowed_for_inference, exclusive_use
+from cbexp.engine.interrupts import deferring_interrupts
 from cbexp.engine.requests import PromptGroup, RequestLimits
 from cbexp.engine.support import unsupported
 from cbexp.engine.types import CBSyncConfig, UnsupportedModelError
@@ -137,11 +138,8 @@ def recorded_logits(model: PreTrainedModel) -> Iterator[list[Tensor]]:
             rows = rows[kwargs["logits_indices"][: len(PROMPT_LENGTHS)]]
         logits.append(rows.clone())
 
-    hook = model.register_forward_hook(record, with_kwargs=True)
-    try:
+    with _hooked(model, record, with_kwargs=True):
         yield logits
-    finally:
-        hook.remove()
 
 
 def find_difference(
@@ -198,11 +196,17 @@ def _rounded_embeddings(model: PreTrainedModel) -> Iterator[None]:
         signs = 1 - 2 * (torch.arange(output.shape[-1], device=output.device) % 2)
         return output + output * signs * torch.finfo(output.dtype).eps
 
-    hook = model.get_input_embeddings().register_forward_hook(move)
-    try:
+    with _hooked(model.get_input_embeddings(), move):
         yield
-    finally:
-        hook.remove()
+
+
+@contextmanager
+def _hooked(module: nn.Module, hook: Callable[..., Any], **options: bool) -> Iterator[None]:
+    """Run the body with a forward hook, which no interrupt leaves behind."""
+    with ExitStack() as hooks:
+        with deferring_interrupts():
+            hooks.enter_context(module.register_forward_hook(hook, **options))
+        yield
 
 
 def _relative_differences(expected: Tensor, actual: Tensor) -> Tensor:
