@@ -88,15 +88,15 @@ class SyncCBDriver(ModelDriver):
         self._num_steps = 0
         self._record: DecodeRecord | None = None  # of all decoders, from the first one on
         own = self._model.config._attn_implementation
+        # With `num_blocks` set it is built at once and stays; else a drive may ask for a larger one.
+        self._engine: _Engine | None = None
         require_own_forward(
             self._model,
             self._config,
-            super()._request_limits(),
+            self._request_limits(),
             own if upstream.reads_paged_cache(self._model.config) else None,
             self._generate_apart,
         )
-        # With `num_blocks` set it is built at once and stays; else a drive may ask for a larger one.
-        self._engine: _Engine | None = None
         if self._config.num_blocks is not None:
             longest = GroupLengths(self._config.num_blocks * self._config.page_size, 1, 1)
             self._engine = self._build(self._measure([longest]))
@@ -197,7 +197,7 @@ class SyncCBDriver(ModelDriver):
                     "device and in the dtype that it began with."
                 )
         with engine.batcher.on_stream():
-            engine.decoder.begin()
+            engine.decoder.resume()
 
     def _request_limits(self) -> RequestLimits:
         limits = super()._request_limits()
@@ -265,7 +265,8 @@ class SyncCBDriver(ModelDriver):
             engine = _build_engine(model, settings, size, ())
             try:
                 engine.batcher.begin(book, safety_margin=0.0, num_slots=len(groups))
-                engine.decoder.begin()
+                with engine.batcher.on_stream():
+                    engine.decoder.begin()
                 for group in groups:
                     engine.batcher.submit(group)
                 while _run_step(engine) is not None:
@@ -310,6 +311,7 @@ class _UpstreamSteps:
         self.max_rows = max_rows
 
     def begin(self) -> None: ...
+    def resume(self) -> None: ...
     def end(self) -> None: ...
     def prepare(self) -> None: ...
     def close(self) -> None: ...
