@@ -34,7 +34,8 @@ def exclusive_use(model: PreTrainedModel) -> Iterator[None]:
 
     Raises `EngineError`, with nothing changed, when another thread has it.
     """
-    lock = _lock_of(model)
+    with _locks_guard:
+        lock = _locks.setdefault(model, threading.RLock())
     is_ours = False
     try:
         with deferring_interrupts():
@@ -132,9 +133,13 @@ class Borrow:
             self._changes.set(attributes, "forward", _plain_forward(module))
         hooks = module._forward_hooks
         if hooks:
-            kept = [(key, hook) for key, hook in hooks.items() if not _makes_inputs_require_grad(hook)]
+            kept = OrderedDict(
+                (key, hook)
+                for key, hook in hooks.items()
+                if getattr(hook, "__name__", None) not in _INPUT_GRADIENT_HOOKS
+            )
             if len(kept) < len(hooks):
-                self._changes.set(attributes, "_forward_hooks", OrderedDict(kept))
+                self._changes.set(attributes, "_forward_hooks", kept)
 
     def _unwrap_children(self, children: dict[str, Any], compiled_type: Any) -> None:
         for name, child in children.items():
@@ -186,11 +191,6 @@ def list_modules(model: nn.Module) -> list[nn.Module]:
     return list(found)
 
 
-def _lock_of(model: PreTrainedModel) -> threading.RLock:
-    with _locks_guard:
-        return _locks.setdefault(model, threading.RLock())
-
-
 def _with_attention(config: PreTrainedConfig, attn_implementation: str) -> PreTrainedConfig:
     copied = copy.copy(config)
     # Not by the property, which would write to configs inside of this one, and they are still the caller's.
@@ -217,7 +217,3 @@ def _is_accelerates(forward: Callable[..., Any]) -> bool:
     function = getattr(forward, "__func__", forward)
     name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
     return name.startswith("accelerate.utils.operations.convert_outputs_to_fp32.")
-
-
-def _makes_inputs_require_grad(hook: Callable[..., Any]) -> bool:
-    return getattr(hook, "__name__", None) in _INPUT_GRADIENT_HOOKS

@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import transformers
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -29,7 +28,6 @@ from cbexp.engine.sizing import (
     measure_need,
     size_cache,
 )
-from cbexp.engine.support import check_transformers_version
 from cbexp.engine.types import CBSyncConfig, EngineError, StepInfo
 
 if TYPE_CHECKING:
@@ -65,7 +63,6 @@ class SyncCBDriver(ModelDriver):
         generation_config: GenerationConfig | None = None,
         config: CBSyncConfig | None = None,
     ) -> None:
-        check_transformers_version(transformers.__version__)
         if isinstance(generation_config, CBSyncConfig):
             raise TypeError("SyncCBDriver takes a CBSyncConfig as config=..., the third argument.")
         if generation_config is not None and not isinstance(generation_config, GenerationConfig):
@@ -76,7 +73,7 @@ class SyncCBDriver(ModelDriver):
         config = CBSyncConfig() if config is None else config
         check_config(config)
         super().__init__(model, config, generation_config)
-        # Only now: another version may lack the names that this import needs.
+        # Only now that its version is known: another may lack the names that this import needs.
         from cbexp.engine import upstream
         from cbexp.engine.forward import resolve_fusion
 
@@ -194,7 +191,7 @@ class SyncCBDriver(ModelDriver):
             if not engine.batcher.suits(self._model):
                 raise EngineError(
                     f"on_step has left the model on {self._model.device} in {self._model.dtype}: a drive ends on the "
-                    "device and in the dtype that it began with."
+                    "device, in the dtype and with the positions that it began with."
                 )
         with engine.batcher.on_stream():
             engine.decoder.resume()

@@ -68,7 +68,7 @@ def require_own_forward(
 
 
 def _check(model: PreTrainedModel, config: CBSyncConfig, limits: RequestLimits, generate: Generate) -> None:
-    groups = build_trial_groups(limits)
+    groups = _build_trial_groups(limits)
     settings = replace(
         config,
         num_blocks=None,
@@ -84,13 +84,13 @@ def _check(model: PreTrainedModel, config: CBSyncConfig, limits: RequestLimits, 
         self_check=False,
     )
     with exclusive_use(model):
-        with _refusing(model, "its forward fails on a paged cache"), recorded_logits(model) as logits:
+        with _refusing(model, "its forward fails on a paged cache"), _recorded_logits(model) as logits:
             token_ids = generate(settings, groups)
         with (
             _refusing(model, "its own forward fails without a cache"),
             borrowed_for_inference(model, model.config._attn_implementation),
         ):
-            difference = find_difference(model, token_ids, logits)
+            difference = _find_difference(model, token_ids, logits)
     if difference is not None:
         raise unsupported(model, difference)
 
@@ -108,7 +108,7 @@ def _refusing(model: PreTrainedModel, what_fails: str) -> Iterator[None]:
         raise unsupported(model, f"{what_fails} ({type(error).__name__}: {first_line})") from error
 
 
-def build_trial_groups(limits: RequestLimits) -> list[PromptGroup]:
+def _build_trial_groups(limits: RequestLimits) -> list[PromptGroup]:
     """Prompts of known tokens, the longest first, shorter where the model has few positions."""
     num_fed = PROMPT_LENGTHS[0] + NUM_NEW_TOKENS - 1  # the last token is never fed back
     if limits.positions.count is not None:
@@ -128,7 +128,7 @@ def build_trial_groups(limits: RequestLimits) -> list[PromptGroup]:
 
 
 @contextmanager
-def recorded_logits(model: PreTrainedModel) -> Iterator[list[Tensor]]:
+def _recorded_logits(model: PreTrainedModel) -> Iterator[list[Tensor]]:
     """The logits [rows, vocab_size] of each batch and each step that the model runs in the body, of its requests."""
     logits: list[Tensor] = []
 
@@ -142,7 +142,7 @@ def recorded_logits(model: PreTrainedModel) -> Iterator[list[Tensor]]:
         yield logits
 
 
-def find_difference(
+def _find_difference(
     model: PreTrainedModel, token_ids: Sequence[Sequence[int]], logits: Sequence[Tensor]
 ) -> str | None:
     """How far `logits`, as recorded, are from those of the plain forward of `model`, with the attention that it has.

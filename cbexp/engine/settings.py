@@ -123,10 +123,9 @@ def check_values(config: CBSyncConfig) -> None:
         )
 
 
-def check_count(name: str, value: object) -> None:
+def check_count(name: str, value: Any) -> None:
     """Raise `TypeError` or `ValueError`, by name, unless `value` is an int of at least 1."""
-    if type(value) is not int:
-        raise TypeError(f"{name}={value!r} must be a whole number.")
+    _check_whole_number(name, value)
     _check_at_least(name, value, 1)
 
 
@@ -171,11 +170,11 @@ def resolve_decoding(
     name, pad_token_id = _first_set("pad_token_id", of_all)
     if config.pad_token_id is not None:
         _check_token_id(name, pad_token_id, vocab_size)
-    _check_whole_number(name, pad_token_id)
+    if pad_token_id is not None:
+        _check_whole_number(name, pad_token_id)
     name, max_new_tokens = _first_set("max_new_tokens", passed)
-    _check_whole_number(name, max_new_tokens)
     if max_new_tokens is not None:
-        _check_at_least(name, max_new_tokens, 1)
+        check_count(name, max_new_tokens)
     unused = {} if model_defaults is None else _find_other_fields(model_defaults, MODEL_FIELDS)
     return DecodingSettings(
         max_new_tokens=max_new_tokens,
@@ -306,7 +305,7 @@ def _first_set(name: str, sources: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 def _check_whole_number(name: str, value: Any) -> None:
-    if value is not None and type(value) is not int:
+    if type(value) is not int:
         raise TypeError(f"{name}={value!r} must be a whole number.")
 
 

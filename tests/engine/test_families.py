@@ -46,10 +46,10 @@ def test_a_served_family_equals_generate(family, check_drive, prompts, reference
     assert roomy.resolved["safety_margin"] == 0
     check_drive(family, prompts, 20, max_batch_tokens=13)
     used = roomy.resolved["num_blocks"] * max(step.cache_used_fraction for step in roomy.steps)
-    for scheduler in ("fifo", "prefill_first"):
-        crowded = check_drive(family, prompts, 20, num_blocks=int(0.6 * used), scheduler=scheduler)
-        assert max(step.num_waiting for step in crowded.steps[1:]) > 0, "nobody waited"
-        assert crowded.resolved["safety_margin"] > 0
+    scheduler = ("fifo", "prefill_first")[list(FAMILIES).index(family) % 2]
+    crowded = check_drive(family, prompts, 20, num_blocks=int(0.6 * used), scheduler=scheduler)
+    assert max(step.num_waiting for step in crowded.steps[1:]) > 0, "nobody waited"
+    assert crowded.resolved["safety_margin"] > 0
     assert problem_of(shared_model(family).config.model_type) is None
 
 

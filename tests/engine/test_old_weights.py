@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import gc
 
 import pytest
 import torch
@@ -33,8 +32,7 @@ def test_old_weights_are_free(place, fusion, compile_mode, make_driver_anywhere)
                 else:
                     setattr(module, name, torch.nn.Parameter(parameter.detach().clone()))
                 half -= 1
-        del parameter
-        gc.collect()
+        del module, parameter
         alive.append(sum(not reference.expired() for reference in old))
 
     make_driver = functools.partial(make_driver_anywhere, compile_mode=compile_mode)

@@ -82,7 +82,7 @@ def test_one_program_serves_all_of_a_trainers_life(
     new_model, make_driver, prompts, greedy, mode, monkeypatch
 ):
     """A crowded cache, chunked prompts, shared blocks and early ends; an error in a burst; training steps."""
-    model, limits, steps = new_model("qwen3"), [30, 1, 17, 30, 30, 9, 25], []
+    model, limits, steps = new_model("qwen3", num_hidden_layers=1), [30, 1, 17, 30, 30, 9, 25], []
     tokens = greedy(model, prompts[4], 30)
     eos = next(token for token in tokens[8:] if token not in tokens[:8])
     settings = {"max_batch_tokens": 24, "num_blocks": 14, "allow_block_sharing": True, "buckets": (2, 5)}
