@@ -37,8 +37,8 @@ DECODE_SETTINGS = (
     "self_check",
 )
 
-# Fields that count: of the model's own generation config, and of one that is passed. Then those that say nothing about
-# the completion of a prompt that is given. Whatever else one sets is refused, or does not apply as the model's own.
+# What counts of the model's own generation config, what of one that is passed, and what says nothing about how a given
+# prompt is completed. Any other field is refused in one that is passed, and does not apply in the model's own.
 MODEL_FIELDS = ("eos_token_id", "pad_token_id")
 HONOURED_FIELDS = (*MODEL_FIELDS, "max_new_tokens")
 SILENT_FIELDS = ("bos_token_id", "decoder_start_token_id", "transformers_version")
@@ -209,7 +209,7 @@ def _find_other_fields(generation_config: GenerationConfig, honoured: Sequence[s
 
 
 def _is_neutral(name: str, value: Any, default: Any) -> bool:
-    """Whether the field is as good as not set: so is an empty list, and False where that is no choice of its own."""
+    """Whether the field is as good as not set; without a default, so are False and what is empty."""
     if value is None or value in NEUTRAL_VALUES.get(name, ()):
         return True
     if default is not None and name not in FIELDS_WITHOUT_DEFAULT:

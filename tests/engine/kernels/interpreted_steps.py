@@ -1,4 +1,4 @@
-"""The kernels of a decode step but for attention, and the bandwidth probe's, in Triton's interpreter; run by `test_interpreted`."""
+"""All kernels but those of attention in Triton's interpreter; run by `test_interpreted`."""
 
 import pytest
 import torch
