@@ -56,10 +56,10 @@ def borrowed_for_inference(model: PreTrainedModel, attn_implementation: str) -> 
     """Run the body in eval mode, without gradients, in the model's own dtype, with the attention of that name.
 
     Modes are flipped module by module and put back one by one: a caller may keep parts of a model in eval mode.
-    Inference mode is left, since the cache is written by drives inside and outside of it. Also out of the way are flags
-    of gradient checkpointing, to which compiled programs would be bound; accelerate's autocast around the forward; hooks
-    that make inputs require gradients; and what the caller has compiled. Each config is a copy while borrowed, since
-    other models may share it.
+    Inference mode is left, since the cache is written by drives inside and outside of it. Also out of the way are
+    flags of gradient checkpointing, to which compiled programs would be bound; accelerate's autocast around the
+    forward; hooks that make inputs require gradients; and what the caller has compiled. Each config is a copy while
+    borrowed, since other models may share it.
 
     Raises `EngineError` when another thread has the model, see `exclusive_use`, or when its weights are elsewhere.
     """

@@ -133,7 +133,8 @@ def test_one_program_serves_all_of_a_trainers_life(
     assert model.lm_head.weight.requires_grad
     model.eval()
     model.activation_checkpointing_disable()
-    assert tokens == (trained := generate()) != untrained
+    trained = generate()
+    assert tokens == trained != untrained
     model.load_state_dict(model.state_dict(), assign=True)  # other parameters where those before were
     model.requires_grad_(True)
     check_a_round(trained)  # checkpointing has left a hook on the embedding
