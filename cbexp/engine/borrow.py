@@ -34,7 +34,8 @@ def exclusive_use(model: PreTrainedModel) -> Iterator[None]:
 
     Raises `EngineError`, with nothing changed, when another thread has it.
     """
-    lock = _lock_of(model)
+    with _locks_guard:
+        lock = _locks.setdefault(model, threading.RLock())
     is_ours = False
     try:
         with deferring_interrupts():
@@ -55,11 +56,10 @@ def borrowed_for_inference(model: PreTrainedModel, attn_implementation: str) -> 
     """Run the body in eval mode, without gradients, in the model's own dtype, with the attention of that name.
 
     Modes are flipped module by module and put back one by one: a caller may keep parts of a model in eval mode.
-    Inference mode is left, since the cache is written by drives inside and outside of it. Flags of gradient
-    checkpointing are out of the way as well: nothing reads them here, but compiled programs are bound to them. So is
-    what training alone needs or what we do better: accelerate's autocast around the forward, hooks that make inputs
-    require gradients, modules and forwards that the caller has compiled. Each config is a copy while borrowed, since
-    other models may share it.
+    Inference mode is left, since the cache is written by drives inside and outside of it. Also out of the way are
+    flags of gradient checkpointing, to which compiled programs would be bound; accelerate's autocast around the
+    forward; hooks that make inputs require gradients; and what the caller has compiled. Each config is a copy while
+    borrowed, since other models may share it.
 
     Raises `EngineError` when another thread has the model, see `exclusive_use`, or when its weights are elsewhere.
     """
@@ -132,9 +132,13 @@ class Borrow:
             self._changes.set(attributes, "forward", _plain_forward(module))
         hooks = module._forward_hooks
         if hooks:
-            kept = [(key, hook) for key, hook in hooks.items() if not _makes_inputs_require_grad(hook)]
+            kept = OrderedDict(
+                (key, hook)
+                for key, hook in hooks.items()
+                if getattr(hook, "__name__", None) not in _INPUT_GRADIENT_HOOKS
+            )
             if len(kept) < len(hooks):
-                self._changes.set(attributes, "_forward_hooks", OrderedDict(kept))
+                self._changes.set(attributes, "_forward_hooks", kept)
 
     def _unwrap_children(self, children: dict[str, Any], compiled_type: Any) -> None:
         for name, child in children.items():
@@ -186,11 +190,6 @@ def list_modules(model: nn.Module) -> list[nn.Module]:
     return list(found)
 
 
-def _lock_of(model: PreTrainedModel) -> threading.RLock:
-    with _locks_guard:
-        return _locks.setdefault(model, threading.RLock())
-
-
 def _with_attention(config: PreTrainedConfig, attn_implementation: str) -> PreTrainedConfig:
     copied = copy.copy(config)
     # Not by the property, which would write to configs inside of this one, and they are still the caller's.
@@ -217,7 +216,3 @@ def _is_accelerates(forward: Callable[..., Any]) -> bool:
     function = getattr(forward, "__func__", forward)
     name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
     return name.startswith("accelerate.utils.operations.convert_outputs_to_fp32.")
-
-
-def _makes_inputs_require_grad(hook: Callable[..., Any]) -> bool:
-    return getattr(hook, "__name__", None) in _INPUT_GRADIENT_HOOKS

@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import transformers
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -29,7 +28,6 @@ from cbexp.engine.sizing import (
     measure_need,
     size_cache,
 )
-from cbexp.engine.support import check_transformers_version
 from cbexp.engine.types import CBSyncConfig, EngineError, StepInfo
 
 if TYPE_CHECKING:
@@ -65,7 +63,6 @@ class SyncCBDriver(ModelDriver):
         generation_config: GenerationConfig | None = None,
         config: CBSyncConfig | None = None,
     ) -> None:
-        check_transformers_version(transformers.__version__)
         if isinstance(generation_config, CBSyncConfig):
             raise TypeError("SyncCBDriver takes a CBSyncConfig as config=..., the third argument.")
         if generation_config is not None and not isinstance(generation_config, GenerationConfig):
@@ -76,7 +73,7 @@ class SyncCBDriver(ModelDriver):
         config = CBSyncConfig() if config is None else config
         check_config(config)
         super().__init__(model, config, generation_config)
-        # Only now: another version may lack the names that this import needs.
+        # Only now that its version is known: another may lack the names that this import needs.
         from cbexp.engine import upstream
         from cbexp.engine.forward import resolve_fusion
 
@@ -88,15 +85,15 @@ class SyncCBDriver(ModelDriver):
         self._num_steps = 0
         self._record: DecodeRecord | None = None  # of all decoders, from the first one on
         own = self._model.config._attn_implementation
+        # With `num_blocks` set it is built at once and stays; else a drive may ask for a larger one.
+        self._engine: _Engine | None = None
         require_own_forward(
             self._model,
             self._config,
-            super()._request_limits(),
+            self._request_limits(),
             own if upstream.reads_paged_cache(self._model.config) else None,
             self._generate_apart,
         )
-        # With `num_blocks` set it is built at once and stays; else a drive may ask for a larger one.
-        self._engine: _Engine | None = None
         if self._config.num_blocks is not None:
             longest = GroupLengths(self._config.num_blocks * self._config.page_size, 1, 1)
             self._engine = self._build(self._measure([longest]))
@@ -196,7 +193,7 @@ class SyncCBDriver(ModelDriver):
             if not engine.batcher.suits(self._model):
                 raise EngineError(
                     f"on_step has left the model on {self._model.device} in {self._model.dtype}: a drive ends on the "
-                    "device and in the dtype that it began with."
+                    "device, in the dtype and with the positions that it began with."
                 )
         with engine.batcher.on_stream():
             engine.decoder.resume()
@@ -267,7 +264,8 @@ class SyncCBDriver(ModelDriver):
             engine = _build_engine(model, settings, size, ())
             try:
                 engine.batcher.begin(book, safety_margin=0.0, num_slots=len(groups))
-                engine.decoder.begin()
+                with engine.batcher.on_stream():
+                    engine.decoder.begin()
                 for group in groups:
                     engine.batcher.submit(group)
                 while _run_step(engine) is not None:

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from cbexp.engine.borrow import borrowed_for_inference, exclusive_use
+from cbexp.engine.interrupts import deferring_interrupts
 from cbexp.engine.requests import PromptGroup, RequestLimits
 from cbexp.engine.support import unsupported
 from cbexp.engine.types import CBSyncConfig, UnsupportedModelError
@@ -25,7 +26,7 @@ PROMPT_LENGTHS = (8, 3)
 NUM_NEW_TOKENS = 4
 # What rounding may do at any position. Random models of 80 layers reach 2e-5 in float32, those of 32 experts 5e-4.
 MAX_DIFFERENCE = 1e-3
-# What it may do in half precision at most positions of a row: it may choose another expert at one of them. Random dense
+# What it may do in half precision at most positions of a row; at the others it may choose another expert. Random dense
 # models of 80 layers reach 0.23.
 MAX_MEDIAN_IN_HALF_PRECISION = 0.25
 # A model that makes more of rounding than that is compared with what it makes of its own embeddings, rounded anew.
@@ -67,7 +68,7 @@ def require_own_forward(
 
 
 def _check(model: PreTrainedModel, config: CBSyncConfig, limits: RequestLimits, generate: Generate) -> None:
-    groups = build_trial_groups(limits)
+    groups = _build_trial_groups(limits)
     settings = replace(
         config,
         num_blocks=None,
@@ -83,13 +84,13 @@ def _check(model: PreTrainedModel, config: CBSyncConfig, limits: RequestLimits, 
         self_check=False,
     )
     with exclusive_use(model):
-        with _refusing(model, "its forward fails on a paged cache"), recorded_logits(model) as logits:
+        with _refusing(model, "its forward fails on a paged cache"), _recorded_logits(model) as logits:
             token_ids = generate(settings, groups)
         with (
             _refusing(model, "its own forward fails without a cache"),
             borrowed_for_inference(model, model.config._attn_implementation),
         ):
-            difference = find_difference(model, token_ids, logits)
+            difference = _find_difference(model, token_ids, logits)
     if difference is not None:
         raise unsupported(model, difference)
 
@@ -107,7 +108,7 @@ def _refusing(model: PreTrainedModel, what_fails: str) -> Iterator[None]:
         raise unsupported(model, f"{what_fails} ({type(error).__name__}: {first_line})") from error
 
 
-def build_trial_groups(limits: RequestLimits) -> list[PromptGroup]:
+def _build_trial_groups(limits: RequestLimits) -> list[PromptGroup]:
     """Prompts of known tokens, the longest first, shorter where the model has few positions."""
     num_fed = PROMPT_LENGTHS[0] + NUM_NEW_TOKENS - 1  # the last token is never fed back
     if limits.positions.count is not None:
@@ -127,7 +128,7 @@ def build_trial_groups(limits: RequestLimits) -> list[PromptGroup]:
 
 
 @contextmanager
-def recorded_logits(model: PreTrainedModel) -> Iterator[list[Tensor]]:
+def _recorded_logits(model: PreTrainedModel) -> Iterator[list[Tensor]]:
     """The logits [rows, vocab_size] of each batch and each step that the model runs in the body, of its requests."""
     logits: list[Tensor] = []
 
@@ -137,14 +138,11 @@ def recorded_logits(model: PreTrainedModel) -> Iterator[list[Tensor]]:
             rows = rows[kwargs["logits_indices"][: len(PROMPT_LENGTHS)]]
         logits.append(rows.clone())
 
-    hook = model.register_forward_hook(record, with_kwargs=True)
-    try:
+    with _hooked(model, record, with_kwargs=True):
         yield logits
-    finally:
-        hook.remove()
 
 
-def find_difference(
+def _find_difference(
     model: PreTrainedModel, token_ids: Sequence[Sequence[int]], logits: Sequence[Tensor]
 ) -> str | None:
     """How far `logits`, as recorded, are from those of the plain forward of `model`, with the attention that it has.
@@ -198,11 +196,17 @@ def _rounded_embeddings(model: PreTrainedModel) -> Iterator[None]:
         signs = 1 - 2 * (torch.arange(output.shape[-1], device=output.device) % 2)
         return output + output * signs * torch.finfo(output.dtype).eps
 
-    hook = model.get_input_embeddings().register_forward_hook(move)
-    try:
+    with _hooked(model.get_input_embeddings(), move):
         yield
-    finally:
-        hook.remove()
+
+
+@contextmanager
+def _hooked(module: nn.Module, hook: Callable[..., Any], **options: bool) -> Iterator[None]:
+    """Run the body with a forward hook, which no interrupt leaves behind."""
+    with ExitStack() as hooks:
+        with deferring_interrupts():
+            hooks.enter_context(module.register_forward_hook(hook, **options))
+        yield
 
 
 def _relative_differences(expected: Tensor, actual: Tensor) -> Tensor:

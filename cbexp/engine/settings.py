@@ -37,8 +37,8 @@ DECODE_SETTINGS = (
     "self_check",
 )
 
-# Fields that count: of the model's own generation config, and of one that is passed. Then those that say nothing about
-# the completion of a prompt that is given. Whatever else one sets is refused, or does not apply as the model's own.
+# What counts of the model's own generation config, what of one that is passed, and what says nothing about how a given
+# prompt is completed. Any other field is refused in one that is passed, and does not apply in the model's own.
 MODEL_FIELDS = ("eos_token_id", "pad_token_id")
 HONOURED_FIELDS = (*MODEL_FIELDS, "max_new_tokens")
 SILENT_FIELDS = ("bos_token_id", "decoder_start_token_id", "transformers_version")
@@ -123,10 +123,9 @@ def check_values(config: CBSyncConfig) -> None:
         )
 
 
-def check_count(name: str, value: object) -> None:
+def check_count(name: str, value: Any) -> None:
     """Raise `TypeError` or `ValueError`, by name, unless `value` is an int of at least 1."""
-    if type(value) is not int:
-        raise TypeError(f"{name}={value!r} must be a whole number.")
+    _check_whole_number(name, value)
     _check_at_least(name, value, 1)
 
 
@@ -171,11 +170,11 @@ def resolve_decoding(
     name, pad_token_id = _first_set("pad_token_id", of_all)
     if config.pad_token_id is not None:
         _check_token_id(name, pad_token_id, vocab_size)
-    _check_whole_number(name, pad_token_id)
+    if pad_token_id is not None:
+        _check_whole_number(name, pad_token_id)
     name, max_new_tokens = _first_set("max_new_tokens", passed)
-    _check_whole_number(name, max_new_tokens)
     if max_new_tokens is not None:
-        _check_at_least(name, max_new_tokens, 1)
+        check_count(name, max_new_tokens)
     unused = {} if model_defaults is None else _find_other_fields(model_defaults, MODEL_FIELDS)
     return DecodingSettings(
         max_new_tokens=max_new_tokens,
@@ -210,7 +209,7 @@ def _find_other_fields(generation_config: GenerationConfig, honoured: Sequence[s
 
 
 def _is_neutral(name: str, value: Any, default: Any) -> bool:
-    """Whether the field is as good as not set: so is an empty list, and False where that is no choice of its own."""
+    """Whether the field is as good as not set; without a default, so are False and what is empty."""
     if value is None or value in NEUTRAL_VALUES.get(name, ()):
         return True
     if default is not None and name not in FIELDS_WITHOUT_DEFAULT:
@@ -306,7 +305,7 @@ def _first_set(name: str, sources: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 def _check_whole_number(name: str, value: Any) -> None:
-    if value is not None and type(value) is not int:
+    if type(value) is not int:
         raise TypeError(f"{name}={value!r} must be a whole number.")
 
 

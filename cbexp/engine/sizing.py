@@ -151,8 +151,8 @@ def count_blocks(
     """Return the blocks that hold `max_rows` of the requests (None: all) at full length at once.
 
     The requests that take most are counted, since any may run beside any other. Where the generations of a prompt share
-    blocks, its whole pages are there once. Layers with a sliding window keep a ring, and share none. With both kinds of
-    layers, blocks go to either in sectors.
+    blocks, its whole pages are there once. Layers with a sliding window keep a ring, and share none. In a model with
+    both kinds of layers, each kind takes whole sectors.
     """
     pages = [_count_pages(group, layout, page_size, shares_blocks) for group in groups]
     order = sorted(range(len(groups)), key=lambda i: pages[i].per_row(groups[i], layout), reverse=True)
@@ -194,7 +194,7 @@ def _count_pages(group: GroupLengths, layout: CacheLayout, page_size: int, share
 def _blocks_in_sectors(num_full: int, num_ring: int, layout: CacheLayout) -> int:
     """Blocks of so many pages in each full and each sliding layer.
 
-    A kind of layers takes whole sectors: the least common multiple of the pages of all layers of a kind.
+    A sector has as many pages as the least common multiple of both kinds' numbers of layers.
     """
     by_kind = [(layout.num_full_layers, num_full), (layout.num_sliding_layers, num_ring)]
     sector_pages = math.lcm(*(num_layers for num_layers, _ in by_kind if num_layers))

@@ -13,11 +13,11 @@ from tests.engine.driving import drive
 
 def test_with_an_eos_the_host_looks_more_often(check_drive, make_prompts, references):
     """While requests wait, to let others in; in the tail, to shrink the batch."""
-    prompts = make_prompts((10,) * 6)
-    made = {token for tokens in references("qwen3", prompts, 60) for token in tokens}
+    prompts = make_prompts((10,) * 5)
+    made = {token for tokens in references("qwen3", prompts, 41) for token in tokens}
     unused = (next(token for token in range(97) if token not in made),)
-    driver = check_drive("qwen3", prompts, 60, unused, max_requests_per_batch=4, num_blocks=200)
-    num_waiting, num_tail = math.ceil(59 / ADMISSION_BURST), math.ceil(59 / TAIL_BURST_ON_CPU)
+    driver = check_drive("qwen3", prompts, 41, unused, max_requests_per_batch=4, num_blocks=200)
+    num_waiting, num_tail = math.ceil(40 / ADMISSION_BURST), math.ceil(40 / TAIL_BURST_ON_CPU)
     steps = [step for step in driver.steps if step.kind == "decode"]
     assert len(steps) == num_waiting + num_tail
     assert steps[0].num_steps == ADMISSION_BURST

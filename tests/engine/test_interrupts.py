@@ -63,7 +63,7 @@ print("finished")
 @pytest.mark.parametrize(
     ("at_step_2", "returncode", "stdout", "last_line"),
     [
-        ("pass", 0, "finished\n", None),
+        pytest.param("pass", 0, "finished\n", None, marks=pytest.mark.slow),
         pytest.param("raise ValueError('mine')", 1, "", "ValueError: mine", marks=pytest.mark.slow),
         ("raise KeyboardInterrupt", -2, "", "KeyboardInterrupt"),
     ],

@@ -33,8 +33,9 @@ def test_old_weights_are_free(place, fusion, compile_mode, make_driver_anywhere)
                 else:
                     setattr(module, name, torch.nn.Parameter(parameter.detach().clone()))
                 half -= 1
-        del parameter
-        gc.collect()
+        del module, parameter
+        if compile_mode != "eager":
+            gc.collect()  # the compiler leaves cycles
         alive.append(sum(not reference.expired() for reference in old))
 
     make_driver = functools.partial(make_driver_anywhere, compile_mode=compile_mode)

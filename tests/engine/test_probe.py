@@ -1,6 +1,7 @@
 """What a driver tries at its construction: a model that computes something else on a paged cache is refused."""
 
 import copy
+import signal
 
 import pytest
 import torch
@@ -121,6 +122,19 @@ def test_construction_leaves_no_trace(new_model, make_driver):
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert model.config._attn_implementation == "eager"
+
+
+def test_an_interrupt_leaves_no_hook(new_model, make_driver, monkeypatch):
+    def register(module, *args, original=torch.nn.Module.register_forward_hook, **options):
+        handle = original(module, *args, **options)
+        signal.raise_signal(signal.SIGINT)
+        return handle
+
+    model = new_model("qwen3")
+    monkeypatch.setattr(torch.nn.Module, "register_forward_hook", register)
+    with pytest.raises(KeyboardInterrupt):
+        make_driver(model)
+    assert not any(module._forward_hooks for module in model.modules())
 
 
 def test_a_driver_is_made_inside_of_a_drive(new_model, prompts, references):

@@ -3,19 +3,23 @@
 import pytest
 from torch import nn
 
+from cbexp.engine.decode.timing import DeviceIdle
 from cbexp.engine.types import COMPILE_MODES
 from tests.engine.driving import drive
 
 
-def test_each_step_is_recorded_and_reported(shared_model, make_driver, make_prompts):
-    reported = []
+def test_each_step_is_recorded_and_reported(shared_model, make_driver, make_prompts, monkeypatch):
+    reported, begun = [], []
+    monkeypatch.setattr(DeviceIdle, "begin", lambda idle: begun.append(idle))
     driver = make_driver(
         shared_model("qwen3"),
         num_blocks=64,
         max_batch_tokens=16,
         on_step=lambda index, info: reported.append((index, info)),
     )
+    begun.clear()  # of the trial
     drive(driver, make_prompts((10, 20)), max_new_tokens=[3, 4])
+    assert begun == [driver._record.idle]  # what the device waits for during `on_step` counts
     assert [info for _, info in reported] == driver.steps
     # Ten tokens of one and six of the other; its other 14; then what is left of each, in one burst.
     assert [(s.kind, s.num_requests, s.num_steps, s.num_tokens, s.num_finished) for s in driver.steps] == [

@@ -135,7 +135,7 @@ def test_the_versions_of_transformers_that_are_served(monkeypatch):
     declared = [line for line in requires("cbexp") or [] if line.startswith("transformers")]
     assert set(declared[0].removeprefix("transformers").split(",")) == {">=5.24", "<5.25"}
     # The driver checks it first. Importing peft has transformers imported a second time: the driver's own it is.
-    monkeypatch.setattr("cbexp.engine.driver.transformers.__version__", "5.25.0")
+    monkeypatch.setattr("cbexp.engine.model_driver.transformers.__version__", "5.25.0")
     with pytest.raises(UnsupportedTransformersError, match=r"5\.25\.0 is not supported"):
         SyncCBDriver(object())
 

@@ -89,9 +89,6 @@ def test_what_the_caller_puts_around_forwards_is_run(make_driver, prompts):
     )
     model.lm_head.register_forward_hook(lambda *_: calls.append(1))
     with borrowed_for_inference(model, ATTENTION_NAME):
-        assert (
-            why_not_llama(model)
-            == "the model has a hook or a replaced forward, which fused kernels would not run"
-        )
+        assert why_not_llama(model).startswith("the model has a hook or a replaced forward")
     drive(make_driver(model), prompts[:1])
     assert calls.count(0) == calls.count(1) > 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -54,8 +53,7 @@ class CompiledSteps(EagerSteps):
         super().__init__(forward, buffers, stats)
         self._mode = mode
         self._recompile_limit = recompile_limit
-        # Weakly: between drives the caller may replace them.
-        self._parameters = [weakref.ref(parameter) for parameter in parameters]
+        self._parameters = parameters
         self._warmed: set[int] = set()
         self._num_programs = 0
 
@@ -269,10 +267,9 @@ def _compile_alone(
 
 
 @contextmanager
-def _frozen(references: Sequence[weakref.ref[nn.Parameter]]) -> Iterator[None]:
-    parameters = [reference() for reference in references]
+def _frozen(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     # Those made in inference mode cannot be thawed outside of it.
-    trained = [p for p in parameters if p is not None and p.requires_grad and not p.is_inference()]
+    trained = [p for p in parameters if p.requires_grad and not p.is_inference()]
     try:
         for parameter in trained:
             parameter.requires_grad_(False)

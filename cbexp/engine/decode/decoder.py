@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from cbexp.engine.attention import describe_attention_path
@@ -35,8 +35,9 @@ class DecodeRecord:
     def summarize(self) -> dict[str, Any]:
         """`CompileStats`, `device_idle_share`, and what self-checks found.
 
-        The idle share is of drives, between bursts and batches of prompts. It is None without a GPU, and in modes
-        without graphs: there the device also waits for the host inside a burst, which is not measured.
+        The idle share is of drives, between bursts and batches of prompts, `on_step` included. It is None without a
+        GPU, and in modes without graphs: there the device also waits for the host inside a burst, which is not
+        measured.
         `mean_logprob_error`, `max_logprob_error` (of the forward run eagerly), `mean_logit_error` and `max_logit_error`
         (of steps as they run) are over the rows of all self-checks (None: nothing was checked).
         """
@@ -82,6 +83,8 @@ class Decoder:
         self._is_cuda = model.device.type == "cuda"
         self._fetched = torch.empty_like(self._buffers.outputs, device="cpu", pin_memory=self._is_cuda)
         self._runner: StepRunner | None = None
+        # The model's between `begin` and `end`, where steps are compiled; outside the caller may replace them.
+        self._parameters: list[nn.Parameter] = []
         self._prepared: set[int] = set()
         self._has_graphs = COMPILE_MODES[settings.compile_mode].graphs is not None
 
@@ -111,11 +114,13 @@ class Decoder:
         self._take(is_new=True)
 
     def resume(self) -> None:
-        """Take the model over for the rest of a drive, after `end`."""
+        """Take the model over again within a drive, after `end`; the time since then counts as idle."""
         self._take(is_new=False)
 
     def _take(self, *, is_new: bool) -> None:
         """What was compiled or captured from weights that have moved is dropped."""
+        if COMPILE_MODES[self._settings.compile_mode].torch_mode is not None:
+            self._parameters[:] = self._model.parameters()
         with deferring_interrupts():  # between the two, the runner would be of weights that are gone
             if self._forward.begin(is_new=is_new):
                 self._drop_runner()
@@ -126,12 +131,13 @@ class Decoder:
                 self._settings.compile_mode,
                 stats=self.record.counts,
                 recompile_limit=self._settings.recompile_limit,
-                parameters=list(self._model.parameters()),
+                parameters=self._parameters,
             )
 
     def end(self) -> None:
         """Give the modules back to the caller, and let go of the weights. Safe to call twice."""
         self._forward.end()
+        self._parameters.clear()
 
     def prepare(self) -> None:
         """Compile, capture and check every batch size, the largest first: smaller ones then fit in its memory."""

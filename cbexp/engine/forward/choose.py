@@ -41,8 +41,8 @@ class ForwardChoice:
         self._projections = ProjectionFusion(model)
         self._state: list[Any] | None = None
         self._reason: str | None = None
-        self.fusion = resolve_fusion(model, fusion)
-        self._explain()
+        self.fusion: ResolvedFusion
+        self._resolve()
         self.forward: PlainForward | LlamaForward = PlainForward(model, pages)
 
     def begin(self, *, is_new: bool = True) -> bool:
@@ -56,8 +56,7 @@ class ForwardChoice:
         is_void = state != self._state
         self._state = None  # should anything here fail, the next drive does all of it again
         if is_void:
-            self.fusion = resolve_fusion(self._model, self._asked)
-            self._explain()
+            self._resolve()
             if self.fusion == "projections":
                 self._projections.resolve()
             self.forward = self._build_forward()
@@ -96,8 +95,9 @@ class ForwardChoice:
                 facts["fusion_reason"] = self._reason
         return facts
 
-    def _explain(self) -> None:
-        """Find out why `auto` does not fuse whole layers; a warning, when nothing but a hook forbids it."""
+    def _resolve(self) -> None:
+        """Find out what is fused, and why `auto` does not fuse whole layers; a warning when a hook alone forbids it."""
+        self.fusion = resolve_fusion(self._model, self._asked)
         if self._asked != "auto" or self.fusion != "projections":
             self._reason = None
             return
@@ -143,8 +143,8 @@ def warn_of_hook(model: PreTrainedModel) -> None:
 def _read_state(model: PreTrainedModel) -> list[Any]:
     """What compiled and captured code has baked in, and no guard of the compiler's sees.
 
-    That is what decides of the modules' forwards besides the values of tensors, and where every tensor lies, and as
-    what. Nothing here keeps any of it alive.
+    It is what a module's forward depends on besides the values of tensors, and each tensor's address, dtype and layout.
+    None of it is kept alive.
     """
     modules = list_modules(model)
     state = _code_state(modules)
@@ -186,7 +186,7 @@ def _adapter_state(layer: Any) -> tuple[Any, ...]:
 
 
 def _reference(function: Any) -> Any:
-    """Something that equals another such thing for the same function alone, and does not keep it alive if it can."""
+    """A weak reference, or the function where there can be none; equal for the same function alone."""
     try:
         return weakref.ref(function)
     except TypeError:

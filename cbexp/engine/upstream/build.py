@@ -37,6 +37,7 @@ from cbexp.engine.attention import ATTENTION_NAME
 from cbexp.engine.buffers import PagePool
 from cbexp.engine.requests import PromptGroup
 from cbexp.engine.settings import MAX_MEMORY_FRACTION
+from cbexp.engine.sizing import MASKED_ATTENTIONS
 from cbexp.engine.support import read_positions
 from cbexp.engine.types import CacheMemoryError, CBSyncConfig, EngineError, UnsupportedModelError
 from cbexp.engine.upstream.admission import AdmissionControl
@@ -95,7 +96,7 @@ def require_paged_attention(config: PreTrainedConfig) -> None:
 
 def reads_paged_cache(config: PreTrainedConfig) -> bool:
     """Whether the model's own attention implementation works on a paged cache."""
-    return config._attn_implementation in ("eager", "sdpa") or is_flash_attention_requested(config)
+    return config._attn_implementation in MASKED_ATTENTIONS or is_flash_attention_requested(config)
 
 
 def attention_name(config: CBSyncConfig) -> str:

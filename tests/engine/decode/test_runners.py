@@ -80,7 +80,9 @@ def run_burst(runner, buffers, bucket, num_steps=4):
     return state_of(buffers)
 
 
-@pytest.mark.parametrize("mode", ["default", "max_autotune_no_cudagraphs"])
+@pytest.mark.parametrize(
+    "mode", ["default", pytest.param("max_autotune_no_cudagraphs", marks=pytest.mark.slow)]
+)
 def test_one_program_serves_all_batches_of_several_rows(buffers, make_runner, mode):
     """One more does a single row, and yet another one all rows of the buffers. What is compiled anew is counted."""
     runner, eager = make_runner(mode), make_runner("eager")

@@ -142,7 +142,7 @@ def test_autocast_is_the_models_own():
 
 
 def test_traced_without_breaks_once_for_all_rounds():
-    model = with_lora(build("Qwen2"))
+    model = with_lora(build("Qwen2", num_hidden_layers=1))
     graphs = []
 
     def backend(graph, example_inputs):
@@ -162,7 +162,7 @@ def test_traced_without_breaks_once_for_all_rounds():
                 torch.testing.assert_close(compiled(ids), logits(model))
     assert len(graphs) == 1
     targets = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"]
-    assert sum("joint_linear" in target for target in targets) == NUM_GROUPS
+    assert sum("joint_linear" in target for target in targets) == 2
     torch._dynamo.reset()
 
 

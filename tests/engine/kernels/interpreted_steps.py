@@ -1,4 +1,4 @@
-"""The kernels of a decode step but for attention, in Triton's interpreter; run by `test_interpreted`."""
+"""All kernels but those of attention in Triton's interpreter; run by `test_interpreted`."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ from torch.nn import functional
 from cbexp.engine import sampling
 from cbexp.engine.forward import reference
 from cbexp.engine.kernels import finish, heads, linear, norms
+from cbexp.engine.kernels.read_stream import READ_TILES, ReadTile, sum_chunks
 from cbexp.engine.kernels.tiles import LinearTile
 from tests.engine.kernels.cases import EPS, build_projected_case, check_advance, mostly_slow, randn
 from tests.engine.ulps import assert_rounded_alike, unit_in_last_place
@@ -135,6 +136,17 @@ def test_largest_logit(num_columns, dtype):
     assert chosen[others].equal(logits[others].argmax(-1))
     assert values.dtype == torch.float32
     assert values[others].equal(logits[others].float().amax(-1))
+
+
+# The bandwidth
+
+
+@pytest.mark.parametrize("tile", [READ_TILES[0], ReadTile(16, 3, 4)], ids=str)
+def test_the_read_kernel_reads_every_element(tile):
+    values, sums = torch.randn(2, tile.chunk_size), torch.full((3,), -1.0)
+    sum_chunks(values, sums, tile)
+    torch.testing.assert_close(sums[:2], values.sum(dim=1), atol=1e-2, rtol=1e-4)
+    assert sums[2] == -1
 
 
 # Norms, rotation
