@@ -157,9 +157,9 @@ def sized(plan: RunPlan, lengths: list[int], free_bytes: int = GIB) -> CacheSize
 
 def test_an_automatic_cache_holds_what_runs_at_once():
     plan = build_plan(experiment(page_size=16, max_new_tokens=8, num_generations=2))
-    assert sized(plan, [5, 12, 20]) == CacheSize(2 * (1 + 2) + 1 + 2, 16_384, 6, is_bounded=False)
+    assert sized(plan, [5, 12, 20]) == CacheSize(2 * (1 + 2) + 1 + 2, 16_384, 6)
     two = build_plan(experiment(page_size=16, max_new_tokens=8, max_requests_per_batch=2))
-    assert sized(two, [5, 12, 20]) == CacheSize(2 + 2, 16_384, 2, is_bounded=False)
+    assert sized(two, [5, 12, 20]) == CacheSize(2 + 2, 16_384, 2)
 
 
 def test_a_request_that_can_never_fit_names_both_numbers():

@@ -28,7 +28,7 @@ from cbexp.engine.sizing import (
     measure_need,
     size_cache,
 )
-from cbexp.engine.types import CBSyncConfig, EngineError, StepInfo
+from cbexp.engine.types import CacheMemoryError, CBSyncConfig, EngineError, StepInfo
 
 if TYPE_CHECKING:
     from cbexp.engine.decode import Decoder, DecodeRecord
@@ -84,6 +84,7 @@ class SyncCBDriver(ModelDriver):
             resolve_fusion(self._model, self._config.fusion)
         self._num_steps = 0
         self._record: DecodeRecord | None = None  # of all decoders, from the first one on
+        self._most_blocks_short = 0  # of what was warned of
         own = self._model.config._attn_implementation
         # With `num_blocks` set it is built at once and stays; else a drive may ask for a larger one.
         self._engine: _Engine | None = None
@@ -223,25 +224,44 @@ class SyncCBDriver(ModelDriver):
         return measure_need(groups, self._model.config, self._config)
 
     def _engine_for(self, need: CacheNeed) -> _Engine:
-        """The engine, built anew where the model has moved, or where its size is open and too small."""
+        """The engine, built anew where the model has moved, or where its size is open, too small, and more fits now."""
         engine = self._engine
-        if engine is not None and engine.batcher.suits(self._model):  # noqa: SIM102 - one question each
-            if self._config.num_blocks is not None or engine.size.serves(need):
-                return engine
-        self._drop()
-        return self._build(need)
+        if engine is None or not engine.batcher.suits(self._model):
+            self._drop()
+            return self._build(need)
+        if self._config.num_blocks is not None or engine.size.suits(need):
+            return engine
+        could_be = self._size(need, held_bytes=engine.batcher.cache_bytes, present=engine.size)
+        if engine.size.gives_way_to(could_be, need):
+            self._drop()
+            return self._build(need)
+        self._warn_of_shortage(need, engine.size)
+        return engine
 
     def _build(self, need: CacheNeed) -> _Engine:
-        model, config = self._model, self._config
-        free_bytes = free_memory_bytes(model.device)
-        size = size_cache(need, model.config, model.dtype, config, free_bytes)
-        shortage = describe_shortage(need, size, config, free_bytes)
-        if shortage is not None:
-            warnings.warn(shortage, stacklevel=2)
+        model, size = self._model, self._size(need)
+        self._warn_of_shortage(need, size)
         with self._borrowed():
-            engine = _build_engine(model, config, size, self._decoding.eos_token_ids, self._record)
+            engine = _build_engine(model, self._config, size, self._decoding.eos_token_ids, self._record)
         self._record = engine.decoder.record
         return engine
+
+    def _size(self, need: CacheNeed, held_bytes: int = 0, present: CacheSize | None = None) -> CacheSize:
+        """What there may be if `held_bytes` were free too; else `present`, where it holds the longest request."""
+        model, free_bytes = self._model, free_memory_bytes(self._model.device) + held_bytes
+        try:
+            return size_cache(need, model.config, model.dtype, self._config, free_bytes)
+        except CacheMemoryError:
+            if present is None or present.num_blocks < need.longest_blocks:
+                raise
+            return present
+
+    def _warn_of_shortage(self, need: CacheNeed, size: CacheSize) -> None:
+        """Once for each larger need."""
+        shortage = describe_shortage(need, size, self._config)
+        if shortage is not None and need.num_blocks > self._most_blocks_short:
+            self._most_blocks_short = need.num_blocks
+            warnings.warn(shortage, stacklevel=2)
 
     def _drop(self) -> None:
         """Free the engine's memory. After an exception, out of memory for one, a further call does what is left.
@@ -259,7 +279,7 @@ class SyncCBDriver(ModelDriver):
 
         model, book = self._model, RequestBook(groups)
         need = measure_need([group.lengths for group in groups], model.config, settings)
-        size = CacheSize(need.num_blocks, need.batch_tokens, len(groups), is_bounded=False)
+        size = CacheSize(need.num_blocks, need.batch_tokens, len(groups))
         with borrowed_for_inference(model, upstream.attention_name(settings)):
             engine = _build_engine(model, settings, size, ())
             try:

@@ -81,8 +81,8 @@ class RolloutDriver(ABC):
             groups = self._queue.take()
             self._steps, self._unfinished, self._partial_completions = [], {}, {}
             book = RequestBook(groups)
-            self._is_driving = True
             try:
+                self._is_driving = True
                 if groups:
                     self._drive(groups, book)
                 # Kept until they are in the caller's hands: an interrupt from here on must not lose them.

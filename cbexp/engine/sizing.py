@@ -28,6 +28,9 @@ MIN_BLOCKS_FOR_CHECK = 3
 # with uneven lengths and 0.6 of the blocks needed it halves the tokens read again, at 1 % more steps than 0.
 CROWDED_SAFETY_MARGIN = 0.15
 
+# Where the memory bounds a cache, one that is so much larger is worth compiling and capturing anew.
+WORTH_A_REBUILD = 1.25
+
 # Requests that decode at once when nobody says how many: a decode step of a larger batch hardly makes more tokens a
 # second, since attention reads as many keys for each of them, and every request more takes its share of the cache.
 DEFAULT_MAX_REQUESTS = 256
@@ -67,20 +70,20 @@ class CacheNeed:
 
 @dataclass(frozen=True)
 class CacheSize:
-    """A cache as it is built, and the tokens and requests of the largest step.
-
-    `is_bounded`: the memory has no room for all that a round needs, so that its requests wait for each other.
-    """
+    """A cache as it is built, and the tokens and requests of the largest step."""
 
     num_blocks: int
     max_batch_tokens: int
     max_requests_per_batch: int
-    is_bounded: bool
 
-    def serves(self, need: CacheNeed) -> bool:
-        """Whether a round can run on this cache, or should have a larger one."""
-        least_blocks = need.longest_blocks if self.is_bounded else need.num_blocks
-        return self.num_blocks >= least_blocks and self.max_batch_tokens >= need.batch_tokens
+    def suits(self, need: CacheNeed) -> bool:
+        """Whether a round runs on this cache as on one that was made for it."""
+        return self.num_blocks >= need.num_blocks and self.max_batch_tokens >= need.batch_tokens
+
+    def gives_way_to(self, other: CacheSize, need: CacheNeed) -> bool:
+        """Whether a round that this one does not suit is better off, by more than a rebuild costs, with `other`."""
+        is_too_small = self.num_blocks < need.longest_blocks or self.max_batch_tokens < other.max_batch_tokens
+        return is_too_small or other.suits(need) or other.num_blocks >= WORTH_A_REBUILD * self.num_blocks
 
 
 @dataclass(frozen=True)
@@ -246,7 +249,7 @@ def size_cache(
     Raises `CacheMemoryError` when not even the longest request fits in `settings.max_memory_fraction` of them.
     """
     max_requests = resolve_max_requests(settings)
-    num_blocks, is_bounded = settings.num_blocks or need.num_blocks, False
+    num_blocks = settings.num_blocks or need.num_blocks
     if settings.num_blocks is None:
         cost = estimate_cache_cost(architecture, dtype, settings, need.batch_tokens, max_requests)
         budget_bytes = free_bytes * settings.max_memory_fraction
@@ -261,28 +264,23 @@ def size_cache(
                 f"of cache with a step's buffers: {raised}lower max_new_tokens or max_batch_tokens, or shorten the "
                 "prompts."
             )
-        if blocks_that_fit < num_blocks:
-            num_blocks, is_bounded = blocks_that_fit, True
+        num_blocks = min(num_blocks, blocks_that_fit)
     return CacheSize(
         num_blocks=num_blocks,
         max_batch_tokens=need.batch_tokens,
         # Each request has a block of its own.
         max_requests_per_batch=min(max_requests, num_blocks),
-        is_bounded=is_bounded,
     )
 
 
-def describe_shortage(
-    need: CacheNeed, size: CacheSize, settings: CBSyncConfig, free_bytes: int
-) -> str | None:
+def describe_shortage(need: CacheNeed, size: CacheSize, settings: CBSyncConfig) -> str | None:
     """One line for users where the memory bounds a cache; None where it does not."""
-    if not size.is_bounded:
+    if settings.num_blocks is not None or size.num_blocks >= need.num_blocks:
         return None
     needed, taken = (blocks * settings.page_size for blocks in (need.num_blocks, size.num_blocks))
     return (
-        f"max_memory_fraction={settings.max_memory_fraction:g} of the free memory ({format_gib(free_bytes)}) has room "
-        f"for a cache of {taken:,} tokens, and the requests that run at once need {needed:,}: requests wait for each "
-        "other."
+        f"max_memory_fraction={settings.max_memory_fraction:g} of the free memory has room for a cache of {taken:,} "
+        f"tokens, and the requests that run at once need {needed:,}: requests wait for each other."
     )
 
 

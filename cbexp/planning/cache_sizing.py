@@ -82,7 +82,7 @@ def size_for_round(plan: RunPlan, prompt_lengths: Sequence[int], free_bytes: int
         size = size_cache(need, plan.architecture, plan.dtype, settings, free_bytes)
     except CacheMemoryError as error:
         raise MemoryBudgetError(name_settings(str(error))) from error
-    shortage = describe_shortage(need, size, settings, free_bytes)
+    shortage = describe_shortage(need, size, settings)
     if shortage is not None:
         logger.warning(name_settings(shortage))
         plan.warnings.append(name_settings(shortage))  # so that the summary tells of it too

@@ -26,8 +26,8 @@ class DryRunReport:
     """Bytes and tokens of a job. A request is counted at full length: prompt and all new tokens, in whole pages.
 
     Of a round's `num_requests`, up to `batch_requests` run at once. `cache_tokens_asked` is what was set, else what
-    those need. `tokens_that_fit` are within `memory_fraction` of what is left of `free_bytes` after the weights, buffers
-    of a step included; `requests_that_fit` run at once there, were they the longest. `advice` is empty when all fit.
+    those need. `tokens_that_fit` are within `memory_fraction` of what is left of `free_bytes` after the weights, with a
+    step's buffers; `requests_that_fit` run at once there, were they the longest. `advice` is empty when all fit.
     """
 
     model: str

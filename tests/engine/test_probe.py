@@ -67,6 +67,13 @@ def test_half_precision_refuses_what_is_wrong_and_takes_what_rounds(make_driver,
     make_driver(deep)
 
 
+def test_logits_that_are_all_equal_differ_by_rounding_alone(make_driver, new_model):
+    model = new_model("qwen3")
+    with torch.no_grad():
+        model.lm_head.weight.fill_(0.5)
+    make_driver(model)
+
+
 def test_logits_that_are_not_finite_are_refused_when_the_cache_makes_them(make_driver, new_model):
     """The model's own are its own affair, which the self-check names."""
     model = new_model("qwen3")

@@ -63,8 +63,8 @@ class Batcher:
     """Transformers' processor with its cache, stepped by the caller and reused over drives.
 
     A request lives in one drive, between `begin` and `reset`, and the cache is empty outside of one. Everything runs
-    inside `on_stream`. `num_blocks` and `max_request_tokens` (what an empty cache holds of one request; None: no limit)
-    stay as they are.
+    inside `on_stream`. `num_blocks`, `cache_bytes` and `max_request_tokens` (what an empty cache holds of one request;
+    None: no limit) stay as they are.
     """
 
     def __init__(self, model: PreTrainedModel, settings: CBSyncConfig) -> None:
@@ -80,6 +80,7 @@ class Batcher:
         self._book = RequestBook(())
         self._described = describe_processor(self._processor)
         self.num_blocks = int(self._cache.num_blocks)
+        self.cache_bytes = int(self._described["cache_bytes"])
         self.max_request_tokens = max_request_tokens(self._cache)
         self._positions = read_positions(model.config)
         self.max_positions: int = self._positions.count or self._cache.max_tokens_read
@@ -153,6 +154,7 @@ class Batcher:
         kind, used_fraction = _step_kind(batch), self.cache_used_fraction
         with runner.timing_batch():
             self._run_forward(runner)
+        self._make_room_for_forks()
         self._processor.update_batch()
         end_s = time.perf_counter()
         self._book.mark_scheduled(self._to_caller_ids(f.state for f in batch), start_s)
@@ -308,6 +310,22 @@ class Batcher:
             request_id = self._caller_ids[output.request_id]
             self._book.finish(request_id, tuple(output.generated_tokens), output.error, end_s)
         return num_outputs
+
+    def _make_room_for_forks(self) -> None:
+        """Forks that find no room go back to the queue: blocks kept for prefix matches are worth less than that."""
+        allocators, cache = self._cache.cache_allocators, self._cache
+        needs = [
+            {
+                name: allocator.count_non_shareable_blocks(state.request_id, state.current_len())
+                for name, allocator in allocators.items()
+            }
+            for state in self._scheduler._requests_to_fork
+            for _ in range(state.num_children)
+        ]
+        if needs:
+            cache.pool.try_to_free_sectors()
+            if cache.count_storable_requests(needs) < len(needs):
+                cache.evict_cached_blocks()
 
     def _reserve_room(self, states: Sequence[RequestState], num_steps: int) -> int:
         """Reserve the blocks of as long a burst as the cache has room for; returns its steps, 0 when it has for none.

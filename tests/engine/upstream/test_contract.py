@@ -104,6 +104,7 @@ NAMES = [
     (Batcher._start_decoding_last_tokens, "request", ("remaining_prefill_tokens", "tokens_to_process")),
     (Batcher.cache_used_fraction.fget, "cache", ("num_sectors", "bytes_per_sector", "compute_free_capacity")),
     (Batcher.cache_used_fraction.fget, "allocator", ("bytes_per_block", "ledger.cached_blocks")),
+    (Batcher._make_room_for_forks, "processor", ("scheduler._requests_to_fork", "cache.evict_cached_blocks")),
     (Batcher.reset, "processor", ("offloading_manager.reset", "scheduler.reset", "cache.pool.reset")),
     (Batcher.reset, "allocator", ("block_table.clear", "ledger.reset")),
     (build._page_pool, "allocator", ("cache_tensor", "tokens_per_page", "block_physical_stride")),
