@@ -169,6 +169,7 @@ def break_after_steps(monkeypatch, num_steps, error):
             raise error
 
     monkeypatch.setattr(ProgressDisplay, "on_step", on_step)
+    monkeypatch.setattr(ProgressDisplay, "is_live", True)
 
 
 def test_interrupt_keeps_what_was_finished(tmp_path, whole, monkeypatch):

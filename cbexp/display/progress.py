@@ -93,6 +93,11 @@ class ProgressDisplay:
         else:
             self._live.update(Text(text), refresh=True)
 
+    @property
+    def is_live(self) -> bool:
+        """Whether there is a live line, for which `on_step` must be called; elsewhere it has nothing to show."""
+        return self._console.is_terminal and not self._console.is_dumb_terminal
+
     @contextmanager
     def showing_round(self, round_index: int, is_warmup: bool, num_requests: int) -> Iterator[None]:
         """Show a round's progress, as far as `on_step` reports it."""
@@ -142,7 +147,7 @@ class ProgressDisplay:
     @contextmanager
     def _showing(self, text: str) -> Iterator[None]:
         """Show a live line at the bottom of a terminal; nothing elsewhere."""
-        if not self._console.is_terminal or self._console.is_dumb_terminal:
+        if not self.is_live:
             yield
             return
         with Live(Text(text), console=self._console, auto_refresh=False, transient=True) as self._live:

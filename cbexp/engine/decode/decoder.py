@@ -170,6 +170,7 @@ class Decoder:
 
     def prefill(self, batch: dict[str, Any], num_rows: int) -> Tensor | HeadInputs:
         """Run transformers' packed batch, as `Forward.prefill`."""
+        self._forward.read()
         return self._forward.forward.prefill(batch, num_rows)
 
     def time_steps(self, bucket: int, context: int, num_steps: int, num_bursts: int) -> list[float]:
@@ -217,6 +218,8 @@ class Decoder:
     def _prepared_runner(self, bucket: int) -> StepRunner:
         """The runner, with `bucket` compiled or captured, and checked; live rows are left as they are."""
         assert self._runner is not None, "between begin and end"
+        if bucket not in self._prepared or COMPILE_MODES[self._settings.compile_mode].graphs != "engine":
+            self._forward.read()
         if bucket not in self._prepared:
             self._runner.prepare(bucket)
             if self._has_check:

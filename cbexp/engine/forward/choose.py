@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -46,7 +47,7 @@ class ForwardChoice:
         self.forward: PlainForward | LlamaForward = PlainForward(model, pages)
 
     def begin(self, *, is_new: bool = True) -> bool:
-        """Prepare a drive, a new one or the rest of one; whether what was captured or compiled from `forward` is void.
+        """Prepare a drive, or the rest of one; whether what was captured or compiled from `forward` is void.
 
         That is so at first, and when parameters were re-assigned, moved or wrapped (an adapter) since the last time;
         weights that were written in place keep everything valid.
@@ -62,9 +63,14 @@ class ForwardChoice:
             self.forward = self._build_forward()
         if self.fusion == "projections":
             self._projections.install()
-        self.forward.begin(is_new=is_new)
+        if is_new:
+            self.forward.begin()
         self._state = state
         return is_void
+
+    def read(self) -> None:
+        """Have the weights at hand; for the rest of a drive `begin` leaves that to whoever runs `forward`."""
+        self.forward.read()
 
     def end(self) -> None:
         """Give the modules back to the caller, and let go of the weights. Safe to call twice."""
@@ -148,33 +154,38 @@ def _read_state(model: PreTrainedModel) -> list[Any]:
     """
     modules = list_modules(model)
     state = _code_state(modules)
+    held: list[Tensor | None] = []
     for module in modules:
-        for tensors in (module._parameters, module._buffers):
-            for tensor in tensors.values():
-                if tensor is not None:
-                    state.append((tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()))
+        if module._parameters:
+            held += module._parameters.values()
+        if module._buffers:
+            held += module._buffers.values()
+    tensors = [tensor for tensor in held if tensor is not None]
+    for read in (Tensor.data_ptr, attrgetter("dtype", "shape"), Tensor.stride):
+        state += map(read, tensors)
     return state
 
 
 def _code_state(modules: Sequence[nn.Module]) -> list[Any]:
     """Classes, hooks, other forwards, numbers, adapters' switches."""
     state: list[Any] = []
-    adds_adapters: dict[type, bool] = {}
+    of_kind: dict[type, tuple[list[str], bool]] = {}
     for module in modules:
         kind, attributes = type(module), module.__dict__
         state += kind, weakref.ref(module)
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            if hooks:
+        if attributes["_forward_pre_hooks"] or attributes["_forward_hooks"]:
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
                 state.append([(key, _reference(hook)) for key, hook in hooks.items()])
         if "forward" in attributes:
             state.append(_reference(attributes["forward"]))
-        for name in BAKED_NUMBERS:
-            if name in attributes and isinstance(attributes[name], float):
-                state.append(attributes[name])
-        if kind not in adds_adapters:
+        if kind not in of_kind:
+            numbers = [name for name in BAKED_NUMBERS if isinstance(attributes.get(name), float)]
             # A property of PEFT's layers; transformers' models have a method of this name.
-            adds_adapters[kind] = isinstance(getattr(kind, "disable_adapters", None), property)
-        if adds_adapters[kind]:
+            of_kind[kind] = numbers, isinstance(getattr(kind, "disable_adapters", None), property)
+        numbers, adds_adapters = of_kind[kind]
+        if numbers:
+            state += [attributes.get(name) for name in numbers]
+        if adds_adapters:
             state.append(_adapter_state(module))
     return state
 

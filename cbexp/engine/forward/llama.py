@@ -143,18 +143,18 @@ class LlamaForward:
         for tensor in (self._arrivals, self._cos, self._sin):
             torch._dynamo.mark_static_address(tensor)
 
-    def begin(self, *, is_new: bool = True) -> None:
-        """Read the model as it is now, for a new drive or the rest of one. Its tensors lie where they did.
-
-        The rotary tables are ours, and stay. For a new drive they are computed anew: frequencies may have changed.
-        """
-        self._model = read_llama(self._source)
-        if not is_new:
-            return
+    def begin(self) -> None:
+        """Read the model as it is now. The rotary tables are ours, and stay where they are with what they are now."""
+        self.read()
         for table, values in zip(
             (self._cos, self._sin), _rotary_tables(self._source.model, len(self._cos)), strict=True
         ):
             table.copy_(values)
+
+    def read(self) -> None:
+        """Take the caller's tensors, unless they are there: captured graphs do without. They lie where they did."""
+        if "_model" not in vars(self):
+            self._model = read_llama(self._source)
 
     def end(self) -> None:
         """Let go of the caller's tensors. Safe to call twice."""

@@ -35,8 +35,11 @@ class PlainForward:
         self.model = model
         self.pages = pages
 
-    def begin(self, *, is_new: bool = True) -> None:
+    def begin(self) -> None:
         """Nothing: the model is read when it runs."""
+
+    def read(self) -> None:
+        """Nothing."""
 
     def end(self) -> None:
         """Nothing."""

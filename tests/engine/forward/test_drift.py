@@ -17,7 +17,7 @@ class BothForwards:
 
     def __init__(self, own, fused, drifts):
         self._own, self._fused, self._drifts = own, fused, drifts
-        self.begin, self.end = fused.begin, fused.end
+        self.begin, self.read, self.end = fused.begin, fused.read, fused.end
 
     def __call__(self, token_ids, positions):
         own = self._own(token_ids, positions).float().log_softmax(-1)
