@@ -7,6 +7,7 @@ import functools
 import io
 
 import accelerate
+import huggingface_hub
 import pytest
 import safetensors.torch
 import torch
@@ -84,6 +85,16 @@ def save_safetensors(model, folder):
     return logits(loaded).tolist()
 
 
+def save_by_hub(model, folder):
+    huggingface_hub.save_torch_model(model, folder)
+    return values(safetensors.torch.load_file(folder / "model.safetensors"))
+
+
+def save_by_accelerate(model, folder):
+    accelerate.Accelerator(cpu=True).save_model(model, folder)
+    return values(safetensors.torch.load_file(folder / "model.safetensors"))
+
+
 def save_distributed(model, folder):
     torch.distributed.checkpoint.save({"model": model.state_dict()}, checkpoint_id=folder, no_dist=True)
     loaded = {"model": {name: torch.zeros_like(t) for name, t in model.state_dict().items()}}
@@ -118,6 +129,8 @@ READS = {
     "torch.save of the state": save_state_dict,
     "torch.save of the model": save_whole_model,
     "safetensors.torch.save_model": save_safetensors,
+    "huggingface_hub.save_torch_model": save_by_hub,
+    "Accelerator.save_model": save_by_accelerate,
     "torch.distributed.checkpoint": save_distributed,
     "deepcopy": change_a_copy,
     "fully_shard": shard_a_copy,
