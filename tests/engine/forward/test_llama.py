@@ -89,10 +89,11 @@ def test_decode_steps_equal_the_models_own_code(model):
 
 
 def test_prompts_and_bursts_equal_generate(model, make_driver_anywhere, make_prompts, greedy):
-    """Prompts of several batches, beyond every window, more than fit at once."""
+    """Prompts of several batches, beyond every window, more than fit at once; the caller has the model after each."""
     prompts = make_prompts((1, 7, 16, 17, 40, 25))
     expected = [greedy(model, prompt, 12) for prompt in prompts]
-    driver = make_driver_anywhere(model, fusion="layers", max_batch_tokens=24, max_requests_per_batch=4)
+    settings = {"max_batch_tokens": 24, "max_requests_per_batch": 4, "on_step": lambda index, info: None}
+    driver = make_driver_anywhere(model, fusion="layers", **settings)
     assert drive(driver, prompts) == expected
     assert driver.resolved["fusion"] == "layers"
     assert {step.kind for step in driver.steps} >= {"prefill", "decode"}
