@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from cbexp.engine.sizing import kv_bytes_per_token
 from cbexp.engine.types import EngineError
 
 BUFFER_BYTES = 2 * 2**30
@@ -106,10 +107,7 @@ def weight_bytes_by_parameter(
 
 def kv_bytes_by_layer(config: PreTrainedConfig, dtype: torch.dtype, context: int) -> list[int]:
     """Return the bytes of keys and values that one row attending to `context` tokens reads in each layer."""
-    num_heads = config.num_attention_heads
-    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-    token_bytes = 2 * num_kv_heads * head_dim * dtype.itemsize
+    token_bytes = kv_bytes_per_token(config, dtype) // config.num_hidden_layers
     return [token_bytes * min(context, window) for window in _layer_windows(config, context)]
 
 

@@ -24,6 +24,7 @@ from cbexp.engine.attention.reference import (
 )
 from cbexp.engine.buffers import LayerPages
 from cbexp.engine.operators import operator
+from cbexp.engine.sizing import describe_cache_layout
 from cbexp.engine.types import EngineError, UnsupportedModelError
 
 # transformers' batching wants "flash" in the name of a maskless attention, and takes a digit after it for a version.
@@ -213,15 +214,11 @@ def describe_attention_path(
     path: AttentionPath = choose_attention_path(
         device,
         dtype,
-        _head_dim(config),
+        describe_cache_layout(config).head_dim,
         has_softcap=getattr(config, "attn_logit_softcapping", None) is not None,
         has_sinks=config.model_type in MODEL_TYPES_WITH_SINKS,
     )
     return path
-
-
-def _head_dim(config: Any) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 AttentionInterface.register(ATTENTION_NAME, attend)

@@ -36,8 +36,7 @@ class DecodeRecord:
         """`CompileStats`, `device_idle_share`, and what self-checks found.
 
         The idle share is of drives, between bursts and batches of prompts, `on_step` included. It is None without a
-        GPU, and in modes without graphs: there the device also waits for the host inside a burst, which is not
-        measured.
+        GPU, and in modes without graphs: there the device also waits inside a burst, which is not measured.
         `mean_logprob_error`, `max_logprob_error` (of the forward run eagerly), `mean_logit_error` and `max_logit_error`
         (of steps as they run) are over the rows of all self-checks (None: nothing was checked).
         """

@@ -63,8 +63,8 @@ class GraphRunner:
         self._steps = steps
         self._device = device
         self._mode = mode
-        # The current one, since cuBLAS keeps a workspace for each stream that multiplies (32 MiB on an H200), until the
-        # process ends. Only the default stream cannot be captured.
+        # The current one: cuBLAS keeps a workspace for each stream that multiplies. Only the default stream cannot be
+        # captured.
         stream = torch.cuda.current_stream(device)
         is_default = stream == torch.cuda.default_stream(device)
         self._capture_stream = torch.cuda.Stream(device) if is_default else stream
