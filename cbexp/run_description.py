@@ -34,7 +34,7 @@ def describe_run(
         max_new_tokens=plan.max_new_tokens,
         has_limits_per_prompt=config.sampling.has_limits_per_prompt,
         is_fixed_length=config.sampling.ignore_eos,
-        do_sample=resolved["do_sample"],
+        do_sample=resolved["sampling"]["temperature"] > 0,
         workload_hash=_hash_workload(plan, prompts, resolved),
     )
 
@@ -42,7 +42,7 @@ def describe_run(
 def _hash_workload(plan: RunPlan, prompts: PromptSet, resolved: Mapping[str, Any]) -> str:
     config = plan.config
     sampling = {
-        "do_sample": resolved["do_sample"],
+        "do_sample": resolved["sampling"]["temperature"] > 0,
         "eos_token_ids": list(resolved["eos_token_ids"]),
         "num_generations": config.dataset.num_generations,
     }

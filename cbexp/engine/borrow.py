@@ -190,6 +190,16 @@ def list_modules(model: nn.Module) -> list[nn.Module]:
     return list(found)
 
 
+def read_versions(model: nn.Module) -> list[tuple[int, int]]:
+    """What changes when a parameter is written in place or replaced; not when it is written through `.data`."""
+    return [
+        (id(parameter), 0 if parameter.is_inference() else parameter._version)
+        for module in list_modules(model)
+        for parameter in module._parameters.values()
+        if parameter is not None
+    ]
+
+
 def _with_attention(config: PreTrainedConfig, attn_implementation: str) -> PreTrainedConfig:
     copied = copy.copy(config)
     # Not by the property, which would write to configs inside of this one, and they are still the caller's.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,14 +46,25 @@ class PagePool:
     window: int
 
 
+class RowSampling(NamedTuple):
+    """How a row is sampled: its values by `SamplingColumn`, and the ids that it has where the penalty needs them."""
+
+    settings: tuple[int, ...]
+    seen_ids: Sequence[int] = ()
+
+
 @dataclass(frozen=True)
 class DecodeRow:
-    """One request of a batch: the token to feed and where, how many it may still produce, its blocks by attention."""
+    """One request of a batch: the token to feed and where, how many it may still produce, its blocks by attention.
+
+    `sampling` is None in a greedy drive.
+    """
 
     token_id: int
     position: int
     remaining: int
     blocks: Mapping[str, Sequence[int]]
+    sampling: RowSampling | None = None
 
 
 class RowValue(NamedTuple):
@@ -75,6 +88,99 @@ ROW_STATE = {
 UPLOADED = {name: value for name, value in ROW_STATE.items() if value.source}
 
 
+# Different sets of stop or suppressed ids that the requests of one drive may have, the empty one among them.
+MAX_TOKEN_SETS = 128
+# In the place of a token: the row's logits are not finite, or leave nothing to choose.
+NOT_FINITE = -2
+
+
+class SamplingColumn(IntEnum):
+    """Columns of `SamplingBuffers.settings`. The first five but `TOP_K` are floats, as their bits.
+
+    `FIRST_STOP`: a stop id ends nothing, and is not chosen, at positions below. `STOP_SET` and `SUPPRESSED_SET` are lines
+    of `token_sets`. The last three number the completion: its submission, the prompt in it, the generation of that.
+    """
+
+    TEMPERATURE = 0
+    TOP_K = 1
+    TOP_P = 2
+    MIN_P = 3
+    REPETITION_PENALTY = 4
+    FIRST_STOP = 5
+    STOP_SET = 6
+    SUPPRESSED_SET = 7
+    SUBMISSION = 8
+    PROMPT = 9
+    GENERATION = 10
+
+
+# Columns that leave the model's distribution as it is where they are not 0: top_p and the penalty of a greedy row.
+_NEUTRAL = {SamplingColumn.TOP_P: 1.0, SamplingColumn.REPETITION_PENALTY: 1.0}
+
+
+@dataclass(frozen=True)
+class SamplingBuffers:
+    """What sampled rows have besides, at addresses that never change. A set of token ids is one bit each.
+
+    `settings` int32 [max_rows, len(SamplingColumn)]. `seen` int32 [max_rows, set_width]: the ids that prompt and
+    completion have, kept where the penalty is not 1. `token_sets` int32 [num_sets, set_width]: stop ids, EOS among them,
+    and suppressed ids; set 0 is empty. `key` int32 [2]: of the random numbers. `logprobs` float32
+    [max_burst, max_rows, 4]: of each step's token, as `sampling.sample` gives them. `fp32_head`: whether logits are
+    computed in float32.
+    """
+
+    settings: Tensor
+    seen: Tensor
+    token_sets: Tensor
+    key: Tensor
+    logprobs: Tensor
+    fp32_head: bool = False
+
+    def rows(self, num_rows: int) -> SamplingBuffers:
+        """Views of the first rows; the sets are everybody's."""
+        return replace(
+            self,
+            settings=self.settings[:num_rows],
+            seen=self.seen[:num_rows],
+            logprobs=self.logprobs[:, :num_rows],
+        )
+
+
+def set_width(vocab_size: int) -> int:
+    """32-bit words that a set of token ids takes: id i is bit i % 32 of word i // 32."""
+    return -(-vocab_size // 32)
+
+
+def pack_ids(token_ids: Iterable[int], width: int) -> Tensor:
+    """A set of token ids as int32 [width], on the CPU."""
+    is_in = np.zeros(width * 32, dtype=bool)
+    is_in[list(token_ids)] = True
+    return torch.from_numpy(np.packbits(is_in, bitorder="little").view(np.int32))
+
+
+def allocate_sampling(
+    *,
+    max_rows: int,
+    max_burst: int,
+    vocab_size: int,
+    device: torch.device,
+    fp32_head: bool = False,
+) -> SamplingBuffers:
+    """Buffers of greedy rows that have seen nothing, every set empty, the key 0."""
+    settings = torch.zeros((max_rows, len(SamplingColumn)), dtype=torch.int32, device=device)
+    for column, value in _NEUTRAL.items():
+        settings.view(torch.float32)[:, column] = value
+    width = set_width(vocab_size)
+    return SamplingBuffers(
+        settings=settings,
+        seen=torch.zeros((max_rows, width), dtype=torch.int32, device=device),
+        token_sets=torch.zeros((MAX_TOKEN_SETS, width), dtype=torch.int32, device=device),
+        key=torch.zeros(2, dtype=torch.int32, device=device),
+        logprobs=torch.zeros((max_burst, max_rows, 4), dtype=torch.float32, device=device),
+        fp32_head=fp32_head,
+    )
+
+
 @dataclass(frozen=True)
 class DecodeBuffers:
     """State of the rows of a batch, all on the model's device; addresses never change, so graphs may hold them.
@@ -82,8 +188,9 @@ class DecodeBuffers:
     `token_ids` int64 [max_rows]: the token to feed next. `positions` int32 [max_rows]: where it goes, -1 for an
     inactive row (finished or padding). `remaining` int32 [max_rows]: tokens the row may still produce.
     `best_logits` float32 [max_rows]: the logit of the last step's token; anything for rows that were inactive in it.
-    `outputs` int32 [max_burst, max_rows]: the token made in each step, -1 for inactive rows. `step` int32 0-d: next row
-    of `outputs`. `eos_ids` int64 [max(1, num_eos)]: -1 where there is none.
+    `outputs` int32 [max_burst, max_rows]: the token made in each step, -1 for inactive rows, `NOT_FINITE` for a row that
+    ended because of its logits. `step` int32 0-d: next row of `outputs`. `eos_ids` int64 [max(1, num_eos)]: -1 where
+    there is none; read by greedy steps alone. `sampling`: None where all steps are greedy.
     `block_tables`: attention type -> int32 [max_rows, table_width]. `layers` by layer index; `pools` by attention type.
     """
 
@@ -97,6 +204,7 @@ class DecodeBuffers:
     block_tables: dict[str, Tensor]
     layers: tuple[LayerPages, ...]
     pools: Mapping[str, PagePool]
+    sampling: SamplingBuffers | None = None
 
     @property
     def max_rows(self) -> int:
@@ -116,11 +224,13 @@ class DecodeBuffers:
     def rows(self, num_rows: int) -> DecodeBuffers:
         """Views of what a step reads and writes of the first rows; block tables stay whole."""
         state = {name: getattr(self, name)[:num_rows] for name in ROW_STATE}
-        return replace(self, **state, outputs=self.outputs[:, :num_rows])
+        sampling = None if self.sampling is None else self.sampling.rows(num_rows)
+        return replace(self, **state, outputs=self.outputs[:, :num_rows], sampling=sampling)
 
     def state(self) -> list[Tensor]:
         """What a step changes, but for the cache."""
-        return [*(getattr(self, name) for name in ROW_STATE), self.outputs, self.step]
+        of_samples = [self.sampling.seen, self.sampling.logprobs] if self.sampling else []
+        return [*(getattr(self, name) for name in ROW_STATE), self.outputs, self.step, *of_samples]
 
     def clear(self) -> None:
         """Leave no row active, each without a request."""
@@ -195,6 +305,8 @@ class RowUpload:
         self._buffers = buffers
         max_rows, is_cuda = buffers.max_rows, buffers.device.type == "cuda"
         widths = [*(1 for _ in UPLOADED), *(pool.table_width for pool in buffers.pools.values())]
+        if buffers.sampling is not None:
+            widths.append(len(SamplingColumn))
         self._host = torch.zeros(max_rows * sum(widths), dtype=torch.int32, pin_memory=is_cuda)
         # On a CPU there is nothing to bring: the buffers are filled from the host memory itself.
         self._staging = torch.zeros_like(self._host, device=buffers.device) if is_cuda else self._host
@@ -208,13 +320,31 @@ class RowUpload:
             self._staging.copy_(self._host, non_blocking=True)
         buffers = self._buffers
         targets = [*(getattr(buffers, name) for name in UPLOADED), *buffers.block_tables.values()]
+        if buffers.sampling is not None:
+            targets.append(buffers.sampling.settings)
+            self._upload_seen(rows, buffers.sampling)
         for target, staged in zip(targets, self._staged_sections, strict=True):
             target.copy_(staged.view_as(target))
         buffers.step.zero_()
 
+    def begin_drive(self, token_sets: Tensor, key: Tensor) -> None:
+        """Bring what all rows of a sampled drive share: sets int32 [num_sets, set_width], and the key."""
+        assert self._buffers.sampling is not None
+        self._buffers.sampling.token_sets[: len(token_sets)].copy_(token_sets)
+        self._buffers.sampling.key.copy_(key)
+
+    def _upload_seen(self, rows: Sequence[DecodeRow], sampling: SamplingBuffers) -> None:
+        seen = sampling.seen
+        for index, row in enumerate(rows):
+            if row.sampling is not None and row.sampling.seen_ids:
+                seen[index].copy_(pack_ids(row.sampling.seen_ids, seen.shape[1]))
+
     def _fill(self, rows: Sequence[DecodeRow]) -> None:
-        values, tables = self._host_sections[: len(UPLOADED)], self._host_sections[len(UPLOADED) :]
+        values, rest = self._host_sections[: len(UPLOADED)], self._host_sections[len(UPLOADED) :]
+        tables = rest[: len(self._buffers.pools)]
         num_rows = len(rows)
+        if self._buffers.sampling is not None:
+            rest[-1][:num_rows] = [row.sampling.settings for row in rows if row.sampling is not None]
         for section, value in zip(values, UPLOADED.values(), strict=True):
             section[:num_rows, 0] = [getattr(row, value.source) for row in rows]
             section[num_rows:] = value.unused

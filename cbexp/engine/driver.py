@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from cbexp.engine.borrow import Borrow, borrowed_for_inference, exclusive_use
+from cbexp.engine.borrow import Borrow, borrowed_for_inference, exclusive_use, read_versions
 from cbexp.engine.interrupts import deferring_interrupts
 from cbexp.engine.model_driver import ModelDriver
 from cbexp.engine.probe import require_own_forward
 from cbexp.engine.requests import GroupLengths, PromptGroup, RequestBook, RequestLimits
+from cbexp.engine.row_sampling import DriveSampling
 from cbexp.engine.sampling import HeadInputs
 from cbexp.engine.settings import check_config, check_count, check_device
 from cbexp.engine.sizing import (
@@ -62,6 +63,7 @@ class SyncCBDriver(ModelDriver):
         model: Any,
         generation_config: GenerationConfig | None = None,
         config: CBSyncConfig | None = None,
+        tokenizer: Any = None,
     ) -> None:
         if isinstance(generation_config, CBSyncConfig):
             raise TypeError("SyncCBDriver takes a CBSyncConfig as config=..., the third argument.")
@@ -72,7 +74,7 @@ class SyncCBDriver(ModelDriver):
             )
         config = CBSyncConfig() if config is None else config
         check_config(config)
-        super().__init__(model, config, generation_config)
+        super().__init__(model, config, generation_config, tokenizer)
         # Only now that its version is known: another may lack the names that this import needs.
         from cbexp.engine import upstream
         from cbexp.engine.forward import resolve_fusion
@@ -83,6 +85,7 @@ class SyncCBDriver(ModelDriver):
         with self._borrowed():
             resolve_fusion(self._model, self._config.fusion)
         self._num_steps = 0
+        self._is_version_new = False  # named in `on_step`
         self._record: DecodeRecord | None = None  # of all decoders, from the first one on
         self._most_blocks_short = 0  # of what was warned of
         own = self._model.config._attn_implementation
@@ -151,6 +154,24 @@ class SyncCBDriver(ModelDriver):
         with self._begun(self._engine):
             return self._engine.decoder.time_steps(batch, context, num_steps, num_bursts)
 
+    def weights_changed(self, version: int | None = None) -> None:
+        """Name the policy that the weights are from now on: `version`, None for the next number.
+
+        Completions say which version made which of their tokens. Between drives this is all, since no keys or values
+        outlive a drive. In `on_step` it has all requests under way read again, whatever they have generated included,
+        before they go on: their keys and values are of the old weights. Parameters that were written in `on_step`
+        without a word are noticed by their version counters, and taken for the next version; writes through `.data` are
+        not seen there.
+        """
+        if self._is_closed:
+            raise EngineError(
+                f"weights_changed() was called on a closed {type(self).__name__}: build a new one."
+            )
+        if version is not None and type(version) is not int:
+            raise TypeError(f"version={version!r} must be a whole number, or None.")
+        self._version = self._version + 1 if version is None else version
+        self._is_version_new = True
+
     def close(self) -> None:
         """Free cache and graphs. Safe to call twice; any other use of the driver afterwards is an `EngineError`.
 
@@ -168,10 +189,11 @@ class SyncCBDriver(ModelDriver):
             need = self._measure([group.lengths for group in groups])
             engine = self._engine = self._engine_for(need)
             margin = choose_safety_margin(need.num_blocks, engine.batcher.num_blocks)
-            engine.batcher.begin(book, margin, engine.decoder.max_rows)
+            sampling = self._sampling_of(groups)
+            engine.batcher.begin(book, sampling, margin, engine.decoder.max_rows)
             try:
                 with engine.batcher.on_stream():
-                    engine.decoder.begin()
+                    engine.decoder.begin(sampling)
                 for group in groups:
                     engine.batcher.submit(group)
                 while (step := _run_step(engine)) is not None:
@@ -189,13 +211,19 @@ class SyncCBDriver(ModelDriver):
         if self._config.on_step is None:
             return
         engine.decoder.end()
+        self._is_version_new = False
         with borrow.given_back():
+            before = read_versions(self._model)
             self._config.on_step(index, info)
+            if not self._is_version_new and read_versions(self._model) != before:
+                self.weights_changed()
             if not engine.batcher.suits(self._model):
                 raise EngineError(
                     f"on_step has left the model on {self._model.device} in {self._model.dtype}: a drive ends on the "
                     "device, in the dtype and with the positions that it began with."
                 )
+        if self._is_version_new:
+            engine.batcher.recompute(self._version)
         with engine.batcher.on_stream():
             engine.decoder.resume()
 
@@ -214,11 +242,21 @@ class SyncCBDriver(ModelDriver):
         with self._borrowed():
             try:
                 with engine.batcher.on_stream():
-                    engine.decoder.begin()
+                    engine.decoder.begin(self._sampling_of(()))
                     yield
             finally:
                 with deferring_interrupts():
                     engine.reset()
+
+    def _sampling_of(self, groups: Sequence[PromptGroup]) -> DriveSampling:
+        config = self._config
+        return DriveSampling(
+            groups,
+            config.seed,
+            self._model.config.vocab_size,
+            logprobs=bool(groups) and config.logprobs,
+            fp32_head=config.fp32_head,
+        )
 
     def _measure(self, groups: list[GroupLengths]) -> CacheNeed:
         return measure_need(groups, self._model.config, self._config)
@@ -242,7 +280,9 @@ class SyncCBDriver(ModelDriver):
         model, size = self._model, self._size(need)
         self._warn_of_shortage(need, size)
         with self._borrowed():
-            engine = _build_engine(model, self._config, size, self._decoding.eos_token_ids, self._record)
+            engine = _build_engine(
+                model, self._config, size, self._decoding.eos_token_ids, self._record, self._tokenizer
+            )
         self._record = engine.decoder.record
         return engine
 
@@ -283,9 +323,10 @@ class SyncCBDriver(ModelDriver):
         with borrowed_for_inference(model, upstream.attention_name(settings)):
             engine = _build_engine(model, settings, size, ())
             try:
-                engine.batcher.begin(book, safety_margin=0.0, num_slots=len(groups))
+                sampling = DriveSampling(groups, seed=0, vocab_size=model.config.vocab_size)
+                engine.batcher.begin(book, sampling, safety_margin=0.0, num_slots=len(groups))
                 with engine.batcher.on_stream():
-                    engine.decoder.begin()
+                    engine.decoder.begin(sampling)
                 for group in groups:
                     engine.batcher.submit(group)
                 while _run_step(engine) is not None:
@@ -329,7 +370,7 @@ class _UpstreamSteps:
         self._forward = forward
         self.max_rows = max_rows
 
-    def begin(self) -> None: ...
+    def begin(self, sampling: DriveSampling) -> None: ...
     def resume(self) -> None: ...
     def end(self) -> None: ...
     def prepare(self) -> None: ...
@@ -354,6 +395,7 @@ def _build_engine(
     size: CacheSize,
     eos_token_ids: tuple[int, ...],
     record: DecodeRecord | None = None,
+    tokenizer: Any = None,
 ) -> _Engine:
     from cbexp.engine.decode import Decoder
     from cbexp.engine.forward import PlainForward
@@ -365,7 +407,7 @@ def _build_engine(
         max_batch_tokens=size.max_batch_tokens,
         max_requests_per_batch=size.max_requests_per_batch,
     )
-    batcher = Batcher(model, settings)
+    batcher = Batcher(model, settings, tokenizer)
     if not settings.has_engine_attention:
         return _Engine(batcher, _UpstreamSteps(PlainForward(model, ()), size.max_requests_per_batch), size)
     with batcher.on_stream():
@@ -389,5 +431,5 @@ def _run_step(engine: _Engine) -> StepInfo | None:
         burst = batcher.open_burst(decoder.max_rows, decoder.choose_burst_length)
         if burst is None:
             return batcher.run_batch(decoder, "closed", start_s)
-        token_ids = decoder.run(burst.rows, burst.num_steps)
-        return batcher.close_burst(burst, token_ids, decoder.size_for(len(burst.rows)), start_s)
+        made = decoder.run(burst.rows, burst.num_steps)
+        return batcher.close_burst(burst, made, decoder.size_for(len(burst.rows)), start_s)

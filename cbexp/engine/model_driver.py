@@ -23,15 +23,24 @@ class ModelDriver(RolloutDriver):
     lost_error = "transformers lost the request"
 
     def __init__(
-        self, model: Any, config: CBSyncConfig, generation_config: GenerationConfig | None = None
+        self,
+        model: Any,
+        config: CBSyncConfig,
+        generation_config: GenerationConfig | None = None,
+        tokenizer: Any = None,
     ) -> None:
         check_transformers_version(transformers.__version__)
         self._config = config
         self._model = require_supported_model(model)
+        self._tokenizer = tokenizer
         self._decoding = resolve_decoding(
-            config, generation_config, self._model.generation_config, self._model.config.vocab_size
+            config,
+            generation_config,
+            self._model.generation_config,
+            self._model.config.vocab_size,
+            reads_text=tokenizer is not None,
         )
-        super().__init__(self._decoding.max_new_tokens, self._decoding.eos_token_ids)
+        super().__init__(self._decoding.max_new_tokens, self._decoding.eos_token_ids, self._decoding.sampling)
 
     @property
     def resolved(self) -> dict[str, Any]:
@@ -49,4 +58,5 @@ class ModelDriver(RolloutDriver):
             vocab_size=self._model.config.vocab_size,
             positions=read_positions(self._model.config),
             max_stored_tokens=None,
+            reads_text=self._tokenizer is not None,
         )

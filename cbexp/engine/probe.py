@@ -86,8 +86,13 @@ def _check(model: PreTrainedModel, config: CBSyncConfig, limits: RequestLimits, 
         self_check=False,
     )
     with exclusive_use(model):
-        with _refusing(model, "its forward fails on a paged cache"), _recorded_logits(model) as logits:
-            token_ids = generate(settings, groups)
+        try:
+            with _refusing(model, "its forward fails on a paged cache"), _recorded_logits(model) as logits:
+                token_ids = generate(settings, groups)
+        except UnsupportedModelError:
+            if _has_finite_logits(model, groups):
+                raise
+            return  # the model's own affair: its requests fail, and say so
         with (
             _refusing(model, "its own forward fails without a cache"),
             borrowed_for_inference(model, model.config._attn_implementation),
@@ -188,6 +193,15 @@ def _run_plainly(model: PreTrainedModel, token_ids: Sequence[Sequence[int]], num
         output = cast(Any, model)(input_ids=torch.tensor([ids[:-1]], device=model.device), use_cache=False)
         rows.append(output.logits[0, -num_last:])
     return torch.stack(rows)
+
+
+def _has_finite_logits(model: PreTrainedModel, groups: Sequence[PromptGroup]) -> bool:
+    with (
+        _refusing(model, "its own forward fails without a cache"),
+        borrowed_for_inference(model, model.config._attn_implementation),
+    ):
+        # The last token is not fed.
+        return bool(_run_plainly(model, [(*group.prompt_ids, 0) for group in groups], 1).isfinite().all())
 
 
 @contextmanager

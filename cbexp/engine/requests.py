@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
-from cbexp.engine.types import Completion, FinishReason, RequestTimings
+from cbexp.engine.types import GREEDY, Completion, FinishReason, RequestTimings, Sampling
+
+# Of a completion, in the order of the columns that steps leave behind.
+LOGPROB_FIELDS = ("logprobs_model", "logprobs_sampled", "logprobs_raw", "kept_mass")
 
 
 @dataclass(frozen=True)
@@ -23,11 +28,15 @@ class Positions:
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """What a request may not exceed. `max_stored_tokens`: what the cache holds of one request, None when it grows."""
+    """What a request may not exceed. `max_stored_tokens`: what the cache holds of one request, None when it grows.
+
+    `reads_text`: whether there is a tokenizer, which stop strings need.
+    """
 
     vocab_size: int
     positions: Positions
     max_stored_tokens: int | None
+    reads_text: bool = False
 
 
 class GroupLengths(NamedTuple):
@@ -47,7 +56,8 @@ class GroupLengths(NamedTuple):
 class PromptGroup:
     """A prompt with the numbers of its generations and their common limits; `submitted_s` on the perf_counter clock.
 
-    Numbers count the requests of a driver's life.
+    Numbers count the requests of a driver's life. `submission`: which call of `add_requests` brought it, counted over a
+    driver's life; `index`: its place in that call. Random numbers depend on both.
     """
 
     numbers: range
@@ -55,6 +65,9 @@ class PromptGroup:
     max_new_tokens: int
     eos_token_ids: tuple[int, ...]
     submitted_s: float
+    sampling: Sampling = GREEDY
+    submission: int = 0
+    index: int = 0
 
     @property
     def request_ids(self) -> tuple[str, ...]:
@@ -67,23 +80,42 @@ class PromptGroup:
         return GroupLengths(len(self.prompt_ids), self.max_new_tokens, len(self.numbers))
 
 
+class RowTokens(NamedTuple):
+    """What a batch or a burst has made of a row: tokens, and of each the values of `LOGPROB_FIELDS`, if wanted.
+
+    `is_finite` is False where the row ended because its logits were not finite.
+    """
+
+    token_ids: list[int]
+    logprobs: list[list[float]]
+    is_finite: bool
+
+
 class RequestQueue:
     """Prompts that wait for the next drive: all checked before any is queued, numbered over a driver's life.
 
-    `default_max_new_tokens` None: each call must bring its own.
+    `default_max_new_tokens` None: each call must bring its own. `num_submissions`: calls that have queued something.
     """
 
-    def __init__(self, default_max_new_tokens: int | None, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        default_max_new_tokens: int | None,
+        eos_token_ids: tuple[int, ...],
+        default_sampling: Sampling = GREEDY,
+    ) -> None:
         self._default_max_new_tokens = default_max_new_tokens
         self._eos_token_ids = eos_token_ids
+        self._default_sampling = default_sampling
         self._groups: list[PromptGroup] = []
         self._num_requests = 0
+        self.num_submissions = 0
 
     def add(
         self,
         prompt_ids_list: Sequence[Sequence[int]],
         max_new_tokens: int | Sequence[int] | None,
         num_generations: int,
+        sampling: Sampling | Sequence[Sampling] | None,
         limits: RequestLimits,
     ) -> list[str]:
         """As `RolloutDriver.add_requests`, within `limits`."""
@@ -95,9 +127,33 @@ class RequestQueue:
             max_new_tokens, self._default_max_new_tokens, len(prompt_ids_list)
         )
         prompts = [_check_prompt(i, ids, limits.vocab_size) for i, ids in enumerate(prompt_ids_list)]
-        for index, (prompt, new) in enumerate(zip(prompts, new_tokens, strict=True)):
+        samplings = _resolve_sampling(sampling, self._default_sampling, len(prompts))
+        for index, (prompt, new, own) in enumerate(zip(prompts, new_tokens, samplings, strict=True)):
             _check_length(index, len(prompt), new, limits)
-        groups = [self._new_group(p, n, num_generations) for p, n in zip(prompts, new_tokens, strict=True)]
+            if own is not self._default_sampling:
+                check_sampling(f"sampling of prompts[{index}]", own, limits.vocab_size, limits.reads_text)
+            if own.min_new_tokens > new:
+                raise ValueError(
+                    f"prompts[{index}]: min_new_tokens={own.min_new_tokens} is more than max_new_tokens={new}."
+                )
+        if not prompts:
+            return []
+        groups = []
+        for index, (prompt, new, own) in enumerate(zip(prompts, new_tokens, samplings, strict=True)):
+            first, self._num_requests = self._num_requests, self._num_requests + num_generations
+            groups.append(
+                PromptGroup(
+                    numbers=range(first, self._num_requests),
+                    prompt_ids=prompt,
+                    max_new_tokens=new,
+                    eos_token_ids=self._eos_token_ids,
+                    submitted_s=time.perf_counter(),
+                    sampling=own,
+                    submission=self.num_submissions,
+                    index=index,
+                )
+            )
+        self.num_submissions += 1
         self._groups += groups
         return [request_id for group in groups for request_id in group.request_ids]
 
@@ -106,31 +162,25 @@ class RequestQueue:
         groups, self._groups = self._groups, []
         return groups
 
-    def _new_group(
-        self, prompt_ids: tuple[int, ...], max_new_tokens: int, num_generations: int
-    ) -> PromptGroup:
-        first = self._num_requests
-        self._num_requests += num_generations
-        return PromptGroup(
-            numbers=range(first, self._num_requests),
-            prompt_ids=prompt_ids,
-            max_new_tokens=max_new_tokens,
-            eos_token_ids=self._eos_token_ids,
-            submitted_s=time.perf_counter(),
-        )
-
 
 class RequestBook:
     """Requests of one drive in submission order: times, tokens, outcome, whatever the engine forgets on the way.
 
-    Times are host times in seconds (perf_counter).
+    Times are host times in seconds (perf_counter). `version`: the policy that makes tokens now.
     """
 
-    def __init__(self, groups: Iterable[PromptGroup]) -> None:
+    def __init__(self, groups: Iterable[PromptGroup], version: int = 0) -> None:
         self._groups = {request_id: group for group in groups for request_id in group.request_ids}
+        self.version = version
         self._scheduled_s: dict[str, float] = {}
         self._first_token_s: dict[str, float] = {}
+        self._logprobs: defaultdict[str, list[Sequence[float]]] = defaultdict(list)
+        self._versions: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
         self._finished: dict[str, Completion] = {}
+
+    def group_of(self, request_id: str) -> PromptGroup:
+        """The prompt that it is a completion of."""
+        return self._groups[request_id]
 
     def mark_scheduled(self, request_ids: Iterable[str], time_s: float) -> None:
         """Note the start of each request's first batch; later ones, after an eviction, change nothing."""
@@ -142,13 +192,46 @@ class RequestBook:
         for request_id in request_ids:
             self._first_token_s.setdefault(request_id, time_s)
 
-    def finish(
-        self, request_id: str, completion_ids: tuple[int, ...], error: str | None, time_s: float
+    def add_tokens(
+        self, request_id: str, num_tokens: int, logprobs: Iterable[Sequence[float]], time_s: float
     ) -> None:
-        """Record a request that ended by itself, or that the engine failed with `error`."""
-        last_is_eos = bool(completion_ids) and completion_ids[-1] in self._groups[request_id].eos_token_ids
-        reason: FinishReason = "failed" if error is not None else "eos" if last_is_eos else "length"
-        self._finished[request_id] = self._completion(request_id, completion_ids, reason, error, time_s)
+        """Note tokens of a request that have reached the host; `logprobs` of each, or none at all."""
+        if num_tokens == 0:
+            return
+        self.mark_tokens([request_id], time_s)
+        self._logprobs[request_id].extend(logprobs)
+        runs = self._versions[request_id]
+        if runs and runs[-1][0] == self.version:
+            num_tokens += runs.pop()[1]
+        runs.append((self.version, num_tokens))
+
+    def finish(
+        self,
+        request_id: str,
+        completion_ids: tuple[int, ...],
+        error: str | None,
+        time_s: float,
+        stop_string: str | None = None,
+    ) -> None:
+        """Record a request that ended by itself, by a stop string, or that the engine failed with `error`."""
+        group, last = self._groups[request_id], completion_ids[-1] if completion_ids else None
+        reason: FinishReason = "length"
+        stop_reason: int | str | None = None
+        if error is not None:
+            reason = "failed"
+        elif last in group.eos_token_ids:
+            reason = "eos"
+        elif last in group.sampling.stop_token_ids:
+            reason, stop_reason = "stop", last
+        elif stop_string is not None:
+            reason, stop_reason = "stop", stop_string
+        self._finished[request_id] = self._completion(
+            request_id, completion_ids, reason, error, time_s, stop_reason
+        )
+
+    def is_finished(self, request_id: str) -> bool:
+        """Whether its end was recorded."""
+        return request_id in self._finished
 
     def completions(self, unfinished: Mapping[str, tuple[int, ...]], error: str) -> dict[str, Completion]:
         """Every request in submission order; those that have not ended are failed with `error`, their tokens kept."""
@@ -167,15 +250,37 @@ class RequestBook:
         reason: FinishReason,
         error: str | None,
         finished_s: float | None,
+        stop_reason: int | str | None = None,
     ) -> Completion:
-        group = self._groups[request_id]
+        group, num_tokens = self._groups[request_id], len(completion_ids)
         timings = RequestTimings(
             submitted_s=group.submitted_s,
             scheduled_s=self._scheduled_s.get(request_id),
             first_token_s=self._first_token_s.get(request_id),
             finished_s=finished_s,
         )
-        return Completion(request_id, group.prompt_ids, completion_ids, reason, timings, error)
+        columns = list(zip(*islice(self._logprobs[request_id], num_tokens), strict=True)) or [()] * 4
+        return Completion(
+            request_id,
+            group.prompt_ids,
+            completion_ids,
+            reason,
+            timings,
+            error,
+            stop_reason,
+            **dict(zip(LOGPROB_FIELDS, columns, strict=True)),
+            versions=_first_runs(self._versions[request_id], num_tokens),
+        )
+
+
+def _first_runs(runs: Iterable[tuple[int, int]], num_tokens: int) -> tuple[tuple[int, int], ...]:
+    """The runs of the first `num_tokens`: a stop string is found after the tokens behind it were made."""
+    kept = []
+    for version, count in runs:
+        if num_tokens > 0:
+            kept.append((version, min(count, num_tokens)))
+        num_tokens -= count
+    return tuple(kept)
 
 
 def as_plain(value: Any) -> Any:
@@ -251,3 +356,77 @@ def _check_length(index: int, prompt_length: int, max_new_tokens: int, limits: R
             f"{wanted} = {total} can never fit the cache, "
             f"which holds {limits.max_stored_tokens} tokens of one request: raise num_blocks."
         )
+
+
+def _resolve_sampling(
+    asked: Sampling | Sequence[Sampling] | None, default: Sampling, num_prompts: int
+) -> list[Sampling]:
+    """How each prompt is sampled: `asked` (one for all or one each), else `default`."""
+    if asked is None or isinstance(asked, Sampling):
+        return [asked or default] * num_prompts
+    if not isinstance(asked, Sequence):
+        raise ValueError(
+            f"sampling={asked!r} ({type(asked).__name__}) must be a Sampling, or a list of one a prompt."
+        )
+    if len(asked) != num_prompts:
+        raise ValueError(f"sampling has {len(asked)} values for {num_prompts} prompts.")
+    return list(asked)
+
+
+def check_sampling(where: str, sampling: Sampling, vocab_size: int, reads_text: bool) -> None:
+    """Raise `ValueError` for what cannot be sampled so, naming the field and `where` it is from."""
+    if not isinstance(sampling, Sampling):
+        raise ValueError(f"{where} is {sampling!r} ({type(sampling).__name__}): it must be a Sampling.")
+    for name, (is_right, expected) in _SAMPLING_FIELDS.items():
+        value = getattr(sampling, name)
+        if not is_right(value):
+            raise ValueError(f"{where}: {name}={value!r} must be {expected}.")
+    for name in ("stop_token_ids", "suppress_token_ids"):
+        for token_id in getattr(sampling, name):
+            if not 0 <= token_id < vocab_size:
+                raise ValueError(
+                    f"{where}: {name} has {token_id}, and token ids of this model are 0 to {vocab_size - 1}."
+                )
+    if len(set(sampling.suppress_token_ids)) == vocab_size:
+        raise ValueError(f"{where}: suppress_token_ids leave no token of the vocabulary.")
+    if sampling.stop_strings and not reads_text:
+        raise ValueError(
+            f"{where}: stop_strings need the tokenizer: SyncCBDriver(model, ..., tokenizer=tokenizer)."
+        )
+
+
+def _is_number(value: Any, low: float, high: float) -> bool:
+    return type(value) in (int, float) and low <= value <= high
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str) and all(type(i) is int for i in value)
+
+
+def _are_strings(value: Any) -> bool:
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    return is_list and all(isinstance(text, str) and text for text in value)
+
+
+_MAX_FLOAT = 3e38  # settings reach the device as float32
+# Field of `Sampling` -> whether a value is right, and what it must be.
+_SAMPLING_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "temperature": (lambda value: _is_number(value, 0, _MAX_FLOAT), "a number of at least 0 (0: greedy)"),
+    "top_k": (
+        lambda value: type(value) is int and -1 <= value < 2**31,
+        "a whole number of at least 1 (0 and -1: off)",
+    ),
+    "top_p": (lambda value: _is_number(value, 0, 1), "a number from 0 to 1 (1: off)"),
+    "min_p": (lambda value: _is_number(value, 0, 1), "a number from 0 to 1 (0: off)"),
+    "repetition_penalty": (
+        lambda value: _is_number(value, 1 / _MAX_FLOAT, _MAX_FLOAT),
+        "a number above 0 (1: off)",
+    ),
+    "min_new_tokens": (
+        lambda value: type(value) is int and 0 <= value < 2**31,
+        "a whole number of at least 0",
+    ),
+    "stop_token_ids": (_are_ids, "a list of token ids"),
+    "stop_strings": (_are_strings, "a list of strings that are not empty"),
+    "suppress_token_ids": (_are_ids, "a list of token ids"),
+}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
 from cbexp.engine.requests import PromptGroup, RequestBook, RequestLimits, RequestQueue
-from cbexp.engine.types import Completion, EngineError, StepInfo
+from cbexp.engine.types import GREEDY, Completion, EngineError, Sampling, StepInfo
 
 
 class RolloutDriver(ABC):
@@ -21,14 +21,17 @@ class RolloutDriver(ABC):
 
     lost_error: ClassVar[str]
 
-    def __init__(self, max_new_tokens: int | None, eos_token_ids: tuple[int, ...]) -> None:
-        self._queue = RequestQueue(max_new_tokens, eos_token_ids)
+    def __init__(
+        self, max_new_tokens: int | None, eos_token_ids: tuple[int, ...], sampling: Sampling = GREEDY
+    ) -> None:
+        self._queue = RequestQueue(max_new_tokens, eos_token_ids, sampling)
         self._steps: list[StepInfo] = []
         # Request id -> tokens so far, of requests that a drive has not finished.
         self._unfinished: dict[str, tuple[int, ...]] = {}
         self._partial_completions: dict[str, Completion] = {}
         self._is_driving = False
         self._is_closed = False
+        self._version = 0  # of the policy
 
     @property
     @abstractmethod
@@ -60,14 +63,17 @@ class RolloutDriver(ABC):
         *,
         max_new_tokens: int | Sequence[int] | None = None,
         num_generations: int = 1,
+        sampling: Sampling | Sequence[Sampling] | None = None,
     ) -> list[str]:
         """Queue prompts for the next drive; returns their request ids, the generations of a prompt side by side.
 
-        `max_new_tokens` is one limit or one per prompt. Raises `ValueError`, naming the prompt, for anything that
-        cannot be served; nothing is queued then.
+        `max_new_tokens` and `sampling` are one for all or one per prompt; None: the driver's. Raises `ValueError`,
+        naming the prompt, for anything that cannot be served; nothing is queued then.
         """
         self._check_usable("add_requests")
-        return self._queue.add(prompt_ids_list, max_new_tokens, num_generations, self._request_limits())
+        return self._queue.add(
+            prompt_ids_list, max_new_tokens, num_generations, sampling, self._request_limits()
+        )
 
     def drive_until_empty(self) -> dict[str, Completion]:
         """Run until every queued request has ended; request id -> completion in submission order, every id present.
@@ -80,7 +86,7 @@ class RolloutDriver(ABC):
         with self._holding_model():
             groups = self._queue.take()
             self._steps, self._unfinished, self._partial_completions = [], {}, {}
-            book = RequestBook(groups)
+            book = RequestBook(groups, self._version)
             try:
                 self._is_driving = True
                 if groups:
@@ -96,6 +102,20 @@ class RolloutDriver(ABC):
                 self._is_driving = False
         completions, self._partial_completions = self._partial_completions, {}
         return completions
+
+    def state_dict(self) -> dict[str, int]:
+        """What a checkpoint keeps, so that the rollouts after it are those that would have followed."""
+        return {"num_submissions": self._queue.num_submissions}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on where `state_dict` was taken; the random numbers of what is queued already stay as they are."""
+        self._check_usable("load_state_dict")
+        number = state.get("num_submissions") if isinstance(state, Mapping) else None
+        if type(number) is not int or number < 0:
+            raise ValueError(
+                f"state={state!r} is not from state_dict(): it has num_submissions, a whole number."
+            )
+        self._queue.num_submissions = number
 
     def close(self) -> None:
         """Free what the driver holds; the model is as it was. Safe to call twice; any other use then is an error."""

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
-from cbexp.engine.requests import as_plain
-from cbexp.engine.types import COMPILE_MODES, CBSyncConfig, EngineError
+from cbexp.engine.requests import as_plain, check_sampling
+from cbexp.engine.types import COMPILE_MODES, GREEDY, CBSyncConfig, EngineError, Sampling
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 # What the kernels are made and tested for; static buffers hold all of it.
 MAX_BUCKET = 1024
 MAX_BURST = 4096
+MAX_SEED = 2**64 - 1
 # Share of the free memory that a cache may take with its buffers: upstream's own figure without logits processors.
 MAX_MEMORY_FRACTION = 0.9
 MINIMUMS = {
@@ -40,13 +41,20 @@ DECODE_SETTINGS = (
 # What counts of the model's own generation config, what of one that is passed, and what says nothing about how a given
 # prompt is completed. Any other field is refused in one that is passed, and does not apply in the model's own.
 MODEL_FIELDS = ("eos_token_id", "pad_token_id")
-HONOURED_FIELDS = (*MODEL_FIELDS, "max_new_tokens")
+# Field of a generation config -> the field of `Sampling` that says the same. The first ones count with do_sample alone.
+DRAWING_FIELDS = {name: name for name in ("temperature", "top_k", "top_p", "min_p")}
+CHOICE_FIELDS = {name: name for name in ("repetition_penalty", "min_new_tokens", "stop_strings")} | {
+    "suppress_tokens": "suppress_token_ids"
+}
+HONOURED_FIELDS = (*MODEL_FIELDS, "max_new_tokens", *CHOICE_FIELDS)
+DRAWN_FIELDS = (*HONOURED_FIELDS, "do_sample", *DRAWING_FIELDS)
+# What `generate` does where `do_sample` is set and nothing else.
+DRAWING_DEFAULTS = {"temperature": 1.0, "top_k": 50}
 SILENT_FIELDS = ("bos_token_id", "decoder_start_token_id", "transformers_version")
 # Values with which a field changes nothing, besides None and the defaults of `generate`.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "cache_implementation": ("hybrid",),  # from old hub files; transformers drops it too
     "guidance_scale": (1,),
-    "min_new_tokens": (0,),
     "num_assistant_tokens": (5,),  # these two: as transformers before 4.45 wrote them
     "num_assistant_tokens_schedule": ("heuristic",),
     "penalty_alpha": (0,),
@@ -54,10 +62,9 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 }
 # No neutral value of a limit is known: 20 is the default of `generate`, and a limit of 20 where it is set.
 FIELDS_WITHOUT_DEFAULT = ("max_length",)
-NO_SAMPLING = "do_sample=True is not available yet, since this driver decodes greedily"
 # What a refusal says of a field beyond its value.
 ADVICE = {
-    "do_sample": NO_SAMPLING,
+    **dict.fromkeys(DRAWING_FIELDS, "without do_sample=True it has no effect"),
     "max_length": "the limit is max_new_tokens",
     "num_return_sequences": "the number of completions is num_generations of add_requests",
 }
@@ -73,11 +80,18 @@ class DecodingSettings:
     max_new_tokens: int | None
     eos_token_ids: tuple[int, ...]
     pad_token_id: int | None
+    sampling: Sampling
     unused_model_defaults: dict[str, Any]
 
     def describe(self) -> dict[str, Any]:
         """As they run, as plain JSON values."""
-        return {"do_sample": False} | asdict(self) | {"eos_token_ids": list(self.eos_token_ids)}
+        lists = {
+            name: list(value) for name, value in asdict(self.sampling).items() if isinstance(value, tuple)
+        }
+        return asdict(self) | {
+            "eos_token_ids": list(self.eos_token_ids),
+            "sampling": asdict(self.sampling) | lists,
+        }
 
 
 def check_config(config: CBSyncConfig) -> None:
@@ -89,8 +103,6 @@ def check_config(config: CBSyncConfig) -> None:
         EngineError: this driver does not do it, or a setting is without effect in this combination.
     """
     check_values(config)
-    if config.do_sample:
-        raise EngineError(f"{NO_SAMPLING}: leave it out.")
     _check_recompile_limit(config)
     if config.buckets is not None:
         _check_use_of_buckets(config.buckets, config)
@@ -112,6 +124,8 @@ def check_values(config: CBSyncConfig) -> None:
             f"max_memory_fraction={config.max_memory_fraction} must be in (0, {MAX_MEMORY_FRACTION}]: the rest is for "
             "what a step computes."
         )
+    if not 0 <= config.seed <= MAX_SEED:
+        raise ValueError(f"seed={config.seed} must be from 0 to {MAX_SEED}.")
     if config.max_burst > MAX_BURST:
         raise ValueError(f"max_burst={config.max_burst} is too large: at most {MAX_BURST} steps.")
     if not isinstance(config.compile_mode, str) or config.compile_mode not in COMPILE_MODES:
@@ -151,9 +165,13 @@ def resolve_decoding(
     generation_config: GenerationConfig | None,
     model_defaults: GenerationConfig | None,
     vocab_size: int,
+    *,
+    reads_text: bool = False,
 ) -> DecodingSettings:
     """Settings of `config`, else of `generation_config`, else EOS and pad of the model's own one.
 
+    `reads_text`: whether there is a tokenizer. What `generation_config` leaves open when it sets `do_sample` is as in
+    `generate`: a temperature of 1, and top-k with 50.
     Raises `EngineError`, naming each field, when `generation_config` asks for more than is done here; `TypeError` or
     `ValueError`, naming the setting, for a value that is read and makes no sense. A pad token may be any number:
     nothing reads it, and there are configs with -1.
@@ -175,24 +193,51 @@ def resolve_decoding(
     name, max_new_tokens = _first_set("max_new_tokens", passed)
     if max_new_tokens is not None:
         check_count(name, max_new_tokens)
+    sampling = config.sampling
+    if sampling is None:
+        sampling = GREEDY if generation_config is None else _read_sampling(generation_config)
+        check_sampling("generation_config", sampling, vocab_size, reads_text)
+    else:
+        check_sampling("sampling", sampling, vocab_size, reads_text)
     unused = {} if model_defaults is None else _find_other_fields(model_defaults, MODEL_FIELDS)
     return DecodingSettings(
         max_new_tokens=max_new_tokens,
         eos_token_ids=eos_token_ids,
         pad_token_id=pad_token_id,
+        sampling=sampling,
         unused_model_defaults={name: _as_json(value) for name, value in unused.items()},
     )
 
 
 def _refuse_other_fields(generation_config: GenerationConfig) -> None:
-    fields = _find_other_fields(generation_config, HONOURED_FIELDS)
+    fields = _find_other_fields(
+        generation_config, DRAWN_FIELDS if generation_config.do_sample else HONOURED_FIELDS
+    )
     if fields:
         # One line, however long a list of tokens is.
         shown = [f"{name}={' '.join(reprlib.repr(value).split())}" for name, value in fields.items()]
         advice = "".join(f"; {ADVICE[name]}" for name in fields if name in ADVICE)
         raise EngineError(
-            f"generation_config sets {', '.join(shown)}, which this greedy driver does not do: leave that out{advice}."
+            f"generation_config sets {', '.join(shown)}, which this driver does not do: leave that out{advice}."
         )
+
+
+def _read_sampling(generation_config: GenerationConfig) -> Sampling:
+    """What it says of the choice of tokens; None says nothing."""
+    fields = CHOICE_FIELDS | (DRAWING_FIELDS if generation_config.do_sample else {})
+    values = {own: as_plain(getattr(generation_config, name, None)) for name, own in fields.items()}
+    if generation_config.do_sample:
+        values = {
+            name: DRAWING_DEFAULTS.get(name) if value is None else value for name, value in values.items()
+        }
+    if isinstance(values["stop_strings"], str):
+        values["stop_strings"] = [values["stop_strings"]]
+    given: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in values.items()
+        if value is not None
+    }
+    return Sampling(**given)
 
 
 def _find_other_fields(generation_config: GenerationConfig, honoured: Sequence[str]) -> dict[str, Any]:
@@ -249,6 +294,7 @@ def _is_int_sequence(value: object) -> bool:
 # Setting, or type of settings -> whether a value is right, and what it must be. True is no whole number.
 _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "on_step": (callable, "a function of a step's index and its StepInfo"),
+    "sampling": (lambda value: isinstance(value, Sampling), "a Sampling, or None"),
     "buckets": (_is_int_sequence, "a list of whole numbers, or None"),
 }
 _EXPECTED_OF_TYPE: dict[type, tuple[Callable[[Any], bool], str]] = {

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, overload
 
-FinishReason = Literal["eos", "length", "failed"]
+FinishReason = Literal["eos", "stop", "length", "failed"]
 StepKind = Literal["prefill", "mixed", "decode"]
 BatchShape = Literal["natural", "buckets", "full"]
 Fusion = Literal["auto", "none", "projections", "layers"]
@@ -69,8 +69,44 @@ class RequestTimings:
 
 
 @dataclass(frozen=True)
+class Sampling:
+    """How the tokens of a request are chosen, and what ends it besides EOS and its limit. Defaults change nothing.
+
+    In this order, as in transformers: `repetition_penalty` (of tokens in prompt and completion), `suppress_token_ids`
+    (never chosen), `min_new_tokens` (nothing ends the completion before); `temperature` (0: the most likely token);
+    `top_k` (0 and -1: off); `top_p` of what is left then; `min_p`, a share of the largest probability. Tokens with
+    equal logits are kept or dropped together.
+    The token of `stop_token_ids` that ends a completion is its last one; so is the one that completes one of
+    `stop_strings`, which are looked for in the text of the completion and need the driver's tokenizer.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    min_new_tokens: int = 0
+    stop_token_ids: Sequence[int] = ()
+    stop_strings: Sequence[str] = ()
+    suppress_token_ids: Sequence[int] = ()
+
+
+GREEDY = Sampling()
+
+
+@dataclass(frozen=True)
 class Completion(Sequence[int]):
-    """The generated token ids of one request. `len(completion)` is their number (EOS included)."""
+    """The generated token ids of one request. `len(completion)` is their number (EOS or stop token included).
+
+    `stop_reason`: the stop token or stop string that ended it (`finish_reason` "stop"). `versions`: which policy made
+    its tokens, as runs of (version, number of tokens).
+
+    Natural logarithms of each token's probability, float32 values; empty unless `CBSyncConfig.logprobs` is set:
+    `logprobs_model` over the whole vocabulary at the sampling temperature, as trainers compute it; `logprobs_raw` at
+    temperature 1; `logprobs_sampled` in the distribution that the token was drawn from, after penalty, suppression,
+    top-k, top-p and min-p. `kept_mass` is no logarithm: the probability, as for `logprobs_model`, of all tokens that
+    could have been drawn. At temperature 0 the first is the second, and `logprobs_sampled` is 0.
+    """
 
     request_id: str
     prompt_ids: tuple[int, ...]
@@ -78,6 +114,12 @@ class Completion(Sequence[int]):
     finish_reason: FinishReason
     timings: RequestTimings
     error: str | None = None
+    stop_reason: int | str | None = None
+    logprobs_model: tuple[float, ...] = ()
+    logprobs_sampled: tuple[float, ...] = ()
+    logprobs_raw: tuple[float, ...] = ()
+    kept_mass: tuple[float, ...] = ()
+    versions: tuple[tuple[int, int], ...] = ()
 
     def __len__(self) -> int:
         return len(self.completion_ids)
@@ -128,8 +170,13 @@ OnStep = Callable[[int, StepInfo], None]
 class CBSyncConfig:
     """Settings of `SyncCBDriver`. None means "not set here": the generation config or the model decides.
 
-    `max_new_tokens` is overridden by a request's own. `eos_token_id`: one id or several; an empty sequence ignores EOS.
+    `max_new_tokens` and `sampling` (None: that of the generation config, else greedy) are overridden by a request's
+    own. `eos_token_id`: one id or several; an empty sequence ignores EOS.
     `pad_token_id` is recorded only: rows that pad a batch hold no token. EOS and pad may be the model's, no limit is.
+    `seed` (of 64 bits), the process's rank and the place of a token among all that the driver makes give the random
+    numbers that it is drawn with. `logprobs`: completions have log-probabilities. `fp32_head`: where tokens are sampled
+    or have log-probabilities, the language-model head sums up and gives its logits in float32.
+
     `page_size`, `max_batch_tokens` are in tokens.
     `num_blocks` None sizes the cache for the requests of the largest round so far that run at once, within
     `max_memory_fraction` of the memory that is free then: the rest is for a trainer's backward, and requests for which
@@ -150,7 +197,10 @@ class CBSyncConfig:
     max_new_tokens: int | None = None
     eos_token_id: int | Sequence[int] | None = None
     pad_token_id: int | None = None
-    do_sample: bool = False
+    sampling: Sampling | None = None
+    seed: int = 0
+    logprobs: bool = False
+    fp32_head: bool = False
     attn_implementation: str = ENGINE_ATTENTION
     compile_mode: str = "eager"
     recompile_limit: int | None = None

@@ -77,8 +77,8 @@ PLACES = {
     "Ctrl-C in a step": (EagerSteps, "step", 6, ctrl_c, 7 * 5),
     "tokens on their way down": (Decoder, "run", 2, all_of_it, 7 * 5),
     "requests that have their tokens": (Batcher, "_account_for_tokens", 7 + 3, all_of_it, 7 * 5 + 3 * 4),
-    "the last burst": (RequestBook, "mark_tokens", 5, nothing, 7 * 12),
-    "outcomes": (RequestBook, "finish", 3, nothing, 7 * 12),
+    "the last burst": (RequestBook, "add_tokens", 7 + 7 + 7 + 2, nothing, 7 * 9 + 3),
+    "outcomes": (RequestBook, "finish", 3, nothing, 7 * 9 + 3 * 3),
 }
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, Qwen3Config
 
-from cbexp.engine import CBSyncConfig, EngineError, SyncCBDriver
+from cbexp.engine import CBSyncConfig, EngineError, Sampling, SyncCBDriver
 from cbexp.engine.settings import check_config, check_device, resolve_decoding
 from cbexp.engine.types import COMPILE_MODES
 from tests.engine.driving import drive
@@ -118,24 +118,19 @@ def test_rows_end_where_generate_ends_them_whatever_config_is_passed(
 
 
 REFUSED_FIELDS = {
-    "do_sample": True,
     "temperature": 0.6,
     "top_p": 0.9,
     "top_k": 20,
     "min_p": 0.1,
     "num_beams": 2,
     "num_return_sequences": 4,
-    "repetition_penalty": 1.2,
     "no_repeat_ngram_size": 3,
-    "suppress_tokens": list(range(5)),
     "bad_words_ids": [[5]],
     "forced_bos_token_id": 3,
     "forced_eos_token_id": 3,
-    "min_new_tokens": 2,
     "min_length": 4,
     "max_length": 20,
     "max_time": 1.5,
-    "stop_strings": "###",
     "use_cache": False,
     "cache_implementation": "static",
     "output_scores": True,
@@ -149,13 +144,63 @@ def test_every_other_field_of_a_passed_config_is_refused_by_name():
             resolve(with_values(**{name: value}))
         assert repr(value) in str(error.value)
     with pytest.raises(EngineError) as error:
-        resolve(with_values(**(REFUSED_FIELDS | {"suppress_tokens": torch.arange(2000)}), max_new_tokens=4))
+        resolve(with_values(**(REFUSED_FIELDS | {"bad_words_ids": torch.arange(2000)}), max_new_tokens=4))
     message = str(error.value)
     assert [name for name in REFUSED_FIELDS if f"{name}=" not in message] == []
-    assert "do_sample=True is not available yet" in message
+    assert "without do_sample=True it has no effect" in message
     assert "the limit is max_new_tokens" in message
     assert "\n" not in message
     assert len(message) < 1000
+
+
+def test_a_passed_config_says_how_tokens_are_chosen():
+    """As it says to `generate`, defaults included; the driver's own `sampling` goes before it."""
+    given = with_values(do_sample=True)
+    assert resolve(given).sampling == Sampling(temperature=1.0, top_k=50)
+    values = {"temperature": 0.5, "top_k": 0, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.5}
+    values |= {"min_new_tokens": 2, "suppress_tokens": torch.tensor([3, 4])}
+    assert resolve(with_values(do_sample=True, **values)).sampling == Sampling(
+        temperature=0.5,
+        top_k=0,
+        top_p=0.9,
+        min_p=0.1,
+        repetition_penalty=1.5,
+        min_new_tokens=2,
+        suppress_token_ids=(3, 4),
+    )
+    assert resolve(with_values(repetition_penalty=2.0)).sampling == Sampling(repetition_penalty=2.0)
+    assert resolve(given, sampling=Sampling(top_p=0.5)).sampling == Sampling(top_p=0.5)
+    with pytest.raises(ValueError, match="generation_config: stop_strings need the tokenizer"):
+        resolve(with_values(stop_strings="###"))
+    with pytest.raises(ValueError, match=r"generation_config: temperature=-1 must be a number of at least 0"):
+        resolve(with_values(do_sample=True, temperature=-1))
+
+
+def test_sampling_that_makes_no_sense_is_named(shared_model, make_driver):
+    driver = make_driver(shared_model("qwen3"), max_new_tokens=5)
+    wrong = {
+        "temperature": (-0.1, float("nan"), float("inf"), "1", True),
+        "top_k": (-2, 1.0, 2**31),
+        "top_p": (-0.1, 1.1, None),
+        "min_p": (-0.1, 2),
+        "repetition_penalty": (0, -1, float("inf")),
+        "min_new_tokens": (-1, 6, 1.5),
+        "stop_token_ids": (5, [VOCAB_SIZE], [True], "5"),
+        "stop_strings": ("x", [""], [5], ["x"]),  # the last one for want of a tokenizer
+        "suppress_token_ids": ([-1], list(range(VOCAB_SIZE))),
+    }
+    for name, values in wrong.items():
+        for value in values:
+            with pytest.raises(ValueError, match=rf"prompts\[1\].*{name}") as error:
+                driver.add_requests([[1], [2]], sampling=[Sampling(), Sampling(**{name: value})])
+            assert "\n" not in str(error.value)
+    for sampling in ("greedy", [Sampling()], [Sampling(), 3], 0.5):
+        with pytest.raises(ValueError, match="sampling"):
+            driver.add_requests([[1], [2]], sampling=sampling)
+    assert driver.drive_until_empty() == {}
+    for seed in (-1, 2**64):
+        with pytest.raises(ValueError, match=f"seed={seed} must be from 0 to {2**64 - 1}"):
+            make_driver(shared_model("qwen3"), seed=seed)
 
 
 def test_what_changes_nothing_may_be_passed():
@@ -193,7 +238,12 @@ NO_CHOICE = "is not a choice: "
         *(({"buckets": b}, ValueError, "from 1 to 1024 in ascending") for b in ((), (0, 4), (4, 4), [1025])),
         ({"buckets": (2, 4), "max_requests_per_batch": 5}, ValueError, "buckets end at 4"),
         ({"buckets": (2, 4), "batch_shape": "natural"}, EngineError, "buckets are without effect"),
-        ({"do_sample": True}, EngineError, "do_sample=True is not available yet"),
+        (
+            {"sampling": {"temperature": 1}},
+            TypeError,
+            "sampling={'temperature': 1} must be a Sampling, or None",
+        ),
+        ({"seed": 1.5}, TypeError, "seed=1.5 must be a whole number"),
         ({"recompile_limit": 5}, EngineError, "without effect when compile_mode='eager'"),
         *(
             (
@@ -263,7 +313,17 @@ def test_resolved_settings_are_plain_json_and_what_runs(shared_model, make_drive
         "attn_implementation": "cbexp",
         "dtype": "float32",
         "device": "cpu",
-        "do_sample": False,
+        "sampling": {
+            "temperature": 0.0,
+            "top_k": 0,
+            "top_p": 1.0,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "min_new_tokens": 0,
+            "stop_token_ids": [],
+            "stop_strings": [],
+            "suppress_token_ids": [],
+        },
         "max_new_tokens": 12,
         "eos_token_ids": [7],
         "pad_token_id": 0,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from cbexp.engine.attention import describe_attention_path
-from cbexp.engine.buffers import DecodeRow, PagePool, RowUpload, allocate_buffers
+from cbexp.engine.buffers import (
+    NOT_FINITE,
+    DecodeBuffers,
+    DecodeRow,
+    PagePool,
+    RowUpload,
+    allocate_buffers,
+    allocate_sampling,
+)
 from cbexp.engine.decode.runners import build_runner
 from cbexp.engine.decode.self_check import SelfCheckResult, check_bucket, summarize_errors
 from cbexp.engine.decode.shapes import build_batch_shapes, choose_burst_length
@@ -20,6 +28,8 @@ from cbexp.engine.decode.step import CompileStats, StepRunner
 from cbexp.engine.decode.timing import DeviceIdle, time_decode_steps
 from cbexp.engine.forward import ForwardChoice
 from cbexp.engine.interrupts import deferring_interrupts
+from cbexp.engine.requests import RowTokens
+from cbexp.engine.row_sampling import DriveSampling
 from cbexp.engine.sampling import HeadInputs
 from cbexp.engine.types import COMPILE_MODES, CBSyncConfig, EngineError
 
@@ -41,6 +51,23 @@ class DecodeRecord:
         (of steps as they run) are over the rows of all self-checks (None: nothing was checked).
         """
         return asdict(self.counts) | {"device_idle_share": self.idle.share} | summarize_errors(self.checks)
+
+
+class _Steps:
+    """Steps of one kind, greedy or sampled, on their buffers: the runner, and the batch sizes that it is ready for."""
+
+    def __init__(self, buffers: DecodeBuffers) -> None:
+        self.buffers = buffers
+        self.upload = RowUpload(buffers)
+        self.runner: StepRunner | None = None
+        self.prepared: set[int] = set()
+
+    def drop(self) -> None:
+        """Drop what was compiled or captured."""
+        self.prepared.clear()
+        runner, self.runner = self.runner, None
+        if runner is not None:
+            runner.close()
 
 
 class Decoder:
@@ -66,6 +93,7 @@ class Decoder:
         self._settings = settings
         self._max_positions = max_positions
         self._has_eos = bool(eos_token_ids)
+        self._ends_early = self._has_eos
         self._shapes = build_batch_shapes(
             settings.batch_shape, settings.buckets, settings.max_requests_per_batch
         )
@@ -78,13 +106,15 @@ class Decoder:
             device=model.device,
         )
         self._forward = ForwardChoice(model, self._buffers.layers, settings.fusion, max_positions)
-        self._upload = RowUpload(self._buffers)
         self._is_cuda = model.device.type == "cuda"
         self._fetched = torch.empty_like(self._buffers.outputs, device="cpu", pin_memory=self._is_cuda)
-        self._runner: StepRunner | None = None
+        self._greedy = _Steps(self._buffers)
+        # Those that sample are made when a drive first needs them.
+        self._sampled: _Steps | None = None
+        self._fetched_logprobs: Tensor | None = None
+        self._steps = self._greedy
         # The model's between `begin` and `end`, where steps are compiled; outside the caller may replace them.
         self._parameters: list[nn.Parameter] = []
-        self._prepared: set[int] = set()
         self._has_graphs = COMPILE_MODES[settings.compile_mode].graphs is not None
 
     @property
@@ -102,14 +132,16 @@ class Decoder:
             remaining,
             self._shapes,
             max_burst=self._settings.max_burst,
-            has_eos=self._has_eos,
+            has_eos=self._ends_early,
             is_queue_empty=is_queue_empty,
             is_on_cpu=not self._is_cuda,
         )
 
-    def begin(self) -> None:
-        """Take the model over for a drive."""
+    def begin(self, sampling: DriveSampling) -> None:
+        """Take the model over for a drive whose rows are chosen by `sampling`."""
         self.record.idle.begin()
+        self._steps = self._steps_for(sampling)
+        self._ends_early = self._has_eos or sampling.ends_early
         self._take(is_new=True)
 
     def resume(self) -> None:
@@ -122,11 +154,11 @@ class Decoder:
             self._parameters[:] = self._model.parameters()
         with deferring_interrupts():  # between the two, the runner would be of weights that are gone
             if self._forward.begin(is_new=is_new):
-                self._drop_runner()
-        if self._runner is None:
-            self._runner = build_runner(
+                self._drop_runners()
+        if self._steps.runner is None:
+            self._steps.runner = build_runner(
                 self._forward.forward,
-                self._buffers,
+                self._steps.buffers,
                 self._settings.compile_mode,
                 stats=self.record.counts,
                 recompile_limit=self._settings.recompile_limit,
@@ -143,23 +175,37 @@ class Decoder:
         for bucket in reversed(self._shapes.sizes):
             self._prepared_runner(bucket)
 
-    def run(self, rows: Sequence[DecodeRow], num_steps: int) -> list[list[int]]:
-        """Run `num_steps` decode steps over `rows` and wait for them; the tokens that each row has made.
+    def run(self, rows: Sequence[DecodeRow], num_steps: int) -> list[RowTokens]:
+        """Run `num_steps` decode steps over `rows` and wait for them; what each row has made.
 
         A row that ends goes inactive and stays so.
         """
         bucket = self.size_for(len(rows))
         runner = self._prepared_runner(bucket)
-        self._upload.upload(rows)
+        steps, sampling = self._steps, self._steps.buffers.sampling
+        steps.upload.upload(rows)
         with self._timing() as end:
             runner.run(bucket, num_steps)
-            self._fetched[:num_steps].copy_(self._buffers.outputs[:num_steps], non_blocking=True)
+            self._fetched[:num_steps].copy_(steps.buffers.outputs[:num_steps], non_blocking=True)
+            if self._fetched_logprobs is not None and sampling is not None:
+                self._fetched_logprobs[:num_steps].copy_(sampling.logprobs[:num_steps], non_blocking=True)
         if end is not None:
             end.synchronize()
         token_ids = self._fetched[:num_steps, : len(rows)].T.contiguous().numpy()
         # A row is active from the first step until it ends.
         counts = (token_ids >= 0).sum(axis=1).tolist()
-        return [row[:count].tolist() for row, count in zip(token_ids, counts, strict=True)]
+        is_finite = (token_ids != NOT_FINITE).all(axis=1).tolist()
+        return [
+            RowTokens(token_ids[row, :count].tolist(), self._read_logprobs(row, count), is_finite[row])
+            for row, count in enumerate(counts)
+        ]
+
+    def _read_logprobs(self, row: int, num_tokens: int) -> list[list[float]]:
+        """Those of a row's tokens in the last burst; none where they are not wanted."""
+        if self._fetched_logprobs is None or self._steps is self._greedy:
+            return []
+        logprobs: list[list[float]] = self._fetched_logprobs[:num_tokens, row].tolist()
+        return logprobs
 
     @contextmanager
     def timing_batch(self) -> Iterator[None]:
@@ -179,7 +225,7 @@ class Decoder:
             raise EngineError(f"batch={bucket} is no batch size of this engine: {sizes}.")
         return time_decode_steps(
             self._prepared_runner(bucket),
-            self._buffers,
+            self._steps.buffers,
             bucket=bucket,
             context=context,
             num_steps=num_steps,
@@ -205,7 +251,7 @@ class Decoder:
 
     def close(self) -> None:
         """Drop what was captured, and let go of the model."""
-        self._drop_runner()
+        self._drop_runners()
         self._forward.close()
 
     @property
@@ -216,31 +262,50 @@ class Decoder:
 
     def _prepared_runner(self, bucket: int) -> StepRunner:
         """The runner, with `bucket` compiled or captured, and checked; live rows are left as they are."""
-        assert self._runner is not None, "between begin and end"
-        if bucket not in self._prepared or COMPILE_MODES[self._settings.compile_mode].graphs != "engine":
+        steps = self._steps
+        assert steps.runner is not None, "between begin and end"
+        if bucket not in steps.prepared or COMPILE_MODES[self._settings.compile_mode].graphs != "engine":
             self._forward.read()
-        if bucket not in self._prepared:
-            self._runner.prepare(bucket)
+        if bucket not in steps.prepared:
+            steps.runner.prepare(bucket)
             if self._has_check:
                 result = check_bucket(
-                    self._runner,
+                    steps.runner,
                     self._forward.forward,
                     self._forward.plain_logits,
-                    self._buffers,
+                    steps.buffers,
                     bucket=bucket,
                     mode=self._settings.compile_mode,
                     vocab_size=self._model.config.vocab_size,
                     max_positions=self._max_positions,
                 )
                 self.record.checks.append(result)
-            self._prepared.add(bucket)
-        return self._runner
+            steps.prepared.add(bucket)
+        return steps.runner
 
-    def _drop_runner(self) -> None:
-        self._prepared.clear()
-        runner, self._runner = self._runner, None
-        if runner is not None:
-            runner.close()
+    def _steps_for(self, sampling: DriveSampling) -> _Steps:
+        if not sampling.needs_sampling:
+            return self._greedy
+        if self._sampled is None:
+            buffers = self._buffers
+            own = allocate_sampling(
+                max_rows=buffers.max_rows,
+                max_burst=buffers.max_burst,
+                vocab_size=self._model.config.vocab_size,
+                device=buffers.device,
+                fp32_head=self._settings.fp32_head,
+            )
+            self._sampled = _Steps(replace(buffers, sampling=own))
+            if self._settings.logprobs:
+                self._fetched_logprobs = torch.empty_like(
+                    own.logprobs, device="cpu", pin_memory=self._is_cuda
+                )
+        self._sampled.upload.begin_drive(sampling.token_sets, sampling.key)
+        return self._sampled
+
+    def _drop_runners(self) -> None:
+        for steps in filter(None, (self._greedy, self._sampled)):
+            steps.drop()
 
     @contextmanager
     def _timing(self) -> Iterator[torch.cuda.Event | None]:

@@ -116,6 +116,11 @@ def _fit(
     return replace(tile, block_k=block_k, num_stages=stages)
 
 
+# Sampling
+
+# Columns of the logits in one tile, of which the first random number chooses one and the second a token in it.
+SAMPLING_TILE = 128
+
 # Attention
 
 # Programs per multiprocessor that should fit at once, and below which rows are split.

@@ -21,9 +21,11 @@ from transformers.generation.continuous_batching.requests import (
     RequestStatus,
 )
 
-from cbexp.engine.buffers import DecodeRow, PagePool
-from cbexp.engine.requests import PromptGroup, RequestBook
+from cbexp.engine.buffers import NOT_FINITE, DecodeRow, PagePool, RowSampling
+from cbexp.engine.requests import PromptGroup, RequestBook, RowTokens
+from cbexp.engine.row_sampling import DriveSampling
 from cbexp.engine.sampling import HeadInputs, choose
+from cbexp.engine.stop_strings import FoundStop, find_stop_string
 from cbexp.engine.support import read_positions
 from cbexp.engine.types import CBSyncConfig, StepInfo, StepKind
 from cbexp.engine.upstream.admission import Admission
@@ -67,7 +69,10 @@ class Batcher:
     None: no limit) stay as they are.
     """
 
-    def __init__(self, model: PreTrainedModel, settings: CBSyncConfig) -> None:
+    def __init__(self, model: PreTrainedModel, settings: CBSyncConfig, tokenizer: Any = None) -> None:
+        self._tokenizer = tokenizer
+        self._wants_logprobs = settings.logprobs
+        self._sampling = DriveSampling((), seed=0, vocab_size=1)
         self._device, self._dtype = model.device, model.dtype
         self._processor = build_processor(model, settings)
         self._cache = self._processor.cache
@@ -119,13 +124,13 @@ class Batcher:
         finally:
             callers_stream.wait_stream(stream)
 
-    def begin(self, book: RequestBook, safety_margin: float, num_slots: int) -> None:
-        """Start a drive whose requests are recorded in `book`.
+    def begin(self, book: RequestBook, sampling: DriveSampling, safety_margin: float, num_slots: int) -> None:
+        """Start a drive whose requests are recorded in `book`, and chosen by `sampling`.
 
         `safety_margin`: share of the cache, in [0, 1], to keep free of new prompts so that admitted requests can grow.
         `num_slots`: most requests that decode at once.
         """
-        self._book = book
+        self._book, self._sampling = book, sampling
         self._scheduler.num_slots = num_slots
         self._scheduler.safety_margin = self._described["safety_margin"] = safety_margin
 
@@ -152,13 +157,15 @@ class Batcher:
             return None
         batch: list[FutureRequestState] = list(self._inputs.requests_in_batch)
         kind, used_fraction = _step_kind(batch), self.cache_used_fraction
+        states = [future.state for future in batch if future.has_new_token]
         with runner.timing_batch():
-            self._run_forward(runner)
+            logprobs = self._run_forward(runner, states)
+        made = self._read_made_tokens(len(states), logprobs)
         self._make_room_for_forks()
         self._processor.update_batch()
         end_s = time.perf_counter()
         self._book.mark_scheduled(self._to_caller_ids(f.state for f in batch), start_s)
-        self._book.mark_tokens(self._to_caller_ids(f.state for f in batch if f.has_new_token), end_s)
+        num_ended = sum(self._end_early(state, row, end_s) for state, row in zip(states, made, strict=True))
         return StepInfo(
             kind=kind,
             num_steps=1,
@@ -169,7 +176,7 @@ class Batcher:
             start_s=start_s,
             end_s=end_s,
             num_waiting=len(self._scheduler.waiting_requests),
-            num_finished=self._record_outputs(end_s),
+            num_finished=num_ended + self._record_outputs(end_s),
             cache_used_fraction=used_fraction,
         )
 
@@ -193,34 +200,27 @@ class Batcher:
         return BurstRows(states, self._build_rows(states), num_steps, self.cache_used_fraction)
 
     def close_burst(
-        self, burst: BurstRows, token_ids: Sequence[list[int]], bucket: int, start_s: float
+        self, burst: BurstRows, made: Sequence[RowTokens], bucket: int, start_s: float
     ) -> StepInfo:
-        """Hand the requests the tokens that each row has made, at least one; those that have ended leave the cache."""
+        """Hand the requests the tokens that each row has made; those that have ended leave the cache."""
         self._last_burst = burst.states
-        finished = [
-            state
-            for state, ids in zip(burst.states, token_ids, strict=True)
-            if self._account_for_tokens(state, ids)
-        ]
+        self._book.mark_scheduled(self._to_caller_ids(burst.states), start_s)
         end_s = time.perf_counter()
-        num_tokens = sum(map(len, token_ids))
-        request_ids = self._to_caller_ids(burst.states)
-        self._book.mark_scheduled(request_ids, start_s)
-        self._book.mark_tokens(request_ids, end_s)
-        num_delivered = self._record_outputs(end_s)
-        for state in finished:
-            self._book.finish(self._caller_ids[state.request_id], generated_ids(state), None, end_s)
+        num_finished = sum(
+            self._account_for_tokens(state, row, end_s) for state, row in zip(burst.states, made, strict=True)
+        )
+        num_tokens = sum(len(row.token_ids) for row in made)
         return StepInfo(
             kind="decode",
             num_steps=burst.num_steps,
-            num_requests=len(request_ids),
+            num_requests=len(burst.states),
             num_tokens=num_tokens,
             num_padding=bucket * burst.num_steps - num_tokens,
             bucket=bucket,
             start_s=start_s,
             end_s=end_s,
             num_waiting=len(self._scheduler.waiting_requests),
-            num_finished=num_delivered + len(finished),
+            num_finished=num_finished + self._record_outputs(end_s),
             cache_used_fraction=burst.cache_used_fraction,
         )
 
@@ -256,6 +256,9 @@ class Batcher:
         self._last_burst = []
         self._processor.offloading_manager.reset()
         self._scheduler.reset()
+        self._free_blocks()
+
+    def _free_blocks(self) -> None:
         for allocator in self._cache.cache_allocators.values():
             allocator.block_table.clear()
             allocator.ledger.reset()
@@ -284,8 +287,10 @@ class Batcher:
                 state.tokens_to_process, state.remaining_prefill_tokens = state.remaining_prefill_tokens, []
                 state.status = RequestStatus.DECODING
 
-    def _run_forward(self, runner: RunsPrompts) -> None:
-        """Run the prepared batch, of which some rows may have no token.
+    def _run_forward(self, runner: RunsPrompts, states: Sequence[RequestState]) -> list[list[float]]:
+        """Run the prepared batch, of which some rows may have no token; `states` get one, in the order of its rows.
+
+        Returns their log-probabilities, if they are wanted.
 
         A parent keeps its last prompt token for its forks. With a one-token prompt, or after a prefix match, that
         leaves it nothing to run; a batch of such parents has no forward.
@@ -293,14 +298,57 @@ class Batcher:
         inputs = self._inputs
         num_tokens, num_rows = inputs.num_q_tokens, inputs.num_request_in_batch
         if num_tokens == 0:
-            return
+            return []
         if num_rows > num_tokens:
             # Upstream clears one index a token and reads one a row: an older batch's would point beyond this one.
             inputs.logits_indices[num_tokens:num_rows].zero_()
         logits = runner.prefill(cast(dict[str, Any], inputs.get_model_kwargs()), num_rows)
-        next_ids, _ = choose(logits)
-        inputs.output_ids[0, :num_rows].copy_(next_ids)
+        if not self._sampling.needs_sampling:
+            best_ids, best_logits = choose(logits)
+            inputs.output_ids[0, :num_rows].copy_(torch.where(best_logits.isfinite(), best_ids, NOT_FINITE))
+            inputs.retrieve_device_outputs()
+            return []
+        if not states:
+            return []
+        rows = [self._row_sampling(state) for state in states]
+        # Of the batch as it was prepared: its tokens are counted.
+        next_ids, logprobs = self._sampling.choose(logits, rows, [s.position_offset - 1 for s in states])
+        inputs.output_ids[0, : len(rows)].copy_(next_ids)
         inputs.retrieve_device_outputs()
+        return logprobs.tolist() if self._wants_logprobs else []
+
+    def _row_sampling(self, state: RequestState) -> RowSampling:
+        caller_id = self._caller_ids[state.request_id]
+        request = self._sampling.request(caller_id)
+        if not request.is_penalized:
+            return RowSampling(request.settings, ())
+        prompt_ids = self._book.group_of(caller_id).prompt_ids
+        return RowSampling(request.settings, (*prompt_ids, *generated_ids(state)))
+
+    def _read_made_tokens(self, num_rows: int, logprobs: list[list[float]]) -> list[RowTokens]:
+        """What the batch that has run has made of each request that gets a token."""
+        token_ids = self._inputs.output_ids[0, :num_rows].tolist()
+        return [
+            RowTokens(
+                [] if token_id == NOT_FINITE else [token_id], logprobs[row : row + 1], token_id != NOT_FINITE
+            )
+            for row, token_id in enumerate(token_ids)
+        ]
+
+    def _end_early(self, state: RequestState, made: RowTokens, end_s: float) -> bool:
+        """Note the token that transformers' own step has handed to a request; whether that ended it, unseen there."""
+        caller_id = self._caller_ids[state.request_id]
+        self._book.add_tokens(caller_id, len(made.token_ids), made.logprobs, end_s)
+        if not made.is_finite:
+            state.generated_tokens.pop()  # the mark
+        token_ids = generated_ids(state)
+        stop = self._find_stop(caller_id, token_ids, len(token_ids) - 1) if made.is_finite else None
+        if made.is_finite and stop is None:
+            return False
+        was_delivered = state.status == RequestStatus.FINISHED
+        self._leave(state)
+        self._finish(caller_id, token_ids, made.is_finite, stop, end_s)
+        return not was_delivered
 
     def _record_outputs(self, end_s: float) -> int:
         """Record requests that transformers' own steps have ended or failed; returns their number."""
@@ -308,7 +356,8 @@ class Batcher:
         for _ in range(num_outputs):
             output = self._outputs.get_nowait()
             request_id = self._caller_ids[output.request_id]
-            self._book.finish(request_id, tuple(output.generated_tokens), output.error, end_s)
+            if not self._book.is_finished(request_id):
+                self._book.finish(request_id, tuple(output.generated_tokens), output.error, end_s)
         return num_outputs
 
     def _make_room_for_forks(self) -> None:
@@ -368,28 +417,85 @@ class Batcher:
                 token_id=state.tokens_to_process[0],
                 position=state.position_offset,
                 remaining=_remaining_tokens(state),
+                sampling=self._row_sampling(state) if self._sampling.needs_sampling else None,
                 blocks={name: table[state.request_id] for name, table in tables.items()},
             )
             for state in states
         ]
 
-    def _account_for_tokens(self, state: RequestState, token_ids: list[int]) -> bool:
+    def _account_for_tokens(self, state: RequestState, made: RowTokens, end_s: float) -> bool:
         """Hand a request its tokens; whether it has ended, and left the cache.
 
         As many tokens were fed to make them: the one it had, and all but the last of these.
         """
-        is_finished = len(token_ids) == _remaining_tokens(state) or token_ids[-1] in state._eos_token_ids
+        caller_id, token_ids = self._caller_ids[state.request_id], made.token_ids
+        known_ids = generated_ids(state)
+        stop = self._find_stop(caller_id, (*known_ids, *token_ids), len(known_ids))
+        if stop is not None:
+            token_ids = token_ids[: stop.num_tokens - len(known_ids)]
+        is_finished = (
+            stop is not None
+            or not made.is_finite
+            or len(token_ids) == _remaining_tokens(state)
+            or token_ids[-1] in state._eos_token_ids
+        )
+        self._book.add_tokens(caller_id, len(token_ids), made.logprobs[: len(token_ids)], end_s)
         complete_blocks = {} if is_finished else self._cache.count_new_complete_blocks(state, len(token_ids))
         state.generated_tokens.extend(token_ids)
         state.tokens_to_process = token_ids[-1:]
         state.position_offset += len(token_ids)
         if is_finished:
-            state.status = RequestStatus.FINISHED
-            self._scheduler.finish_request(state.request_id)
-            self._scheduler.block_new_requests = False
+            self._leave(state)
+            self._finish(caller_id, (*known_ids, *token_ids), made.is_finite, stop, end_s)
         else:
             self._cache.mark_complete_blocks(state, complete_blocks)
         return is_finished
+
+    def _leave(self, state: RequestState) -> None:
+        """Take a request that has ended out of the cache."""
+        state.status = RequestStatus.FINISHED
+        self._scheduler.finish_request(state.request_id)
+        self._scheduler.block_new_requests = False
+
+    def _finish(
+        self,
+        caller_id: str,
+        token_ids: tuple[int, ...],
+        is_finite: bool,
+        stop: FoundStop | None,
+        end_s: float,
+    ) -> None:
+        error = (
+            None
+            if is_finite
+            else f"after {len(token_ids)} new tokens its logits are not finite, or leave nothing to choose"
+        )
+        self._book.finish(caller_id, token_ids, error, end_s, stop and stop.string)
+
+    def _find_stop(self, caller_id: str, token_ids: Sequence[int], num_known: int) -> FoundStop | None:
+        """The stop string that one of a completion's tokens after the first `num_known` completes; EOS goes before."""
+        group = self._book.group_of(caller_id)
+        strings = group.sampling.stop_strings
+        num_searched = max(num_known, group.sampling.min_new_tokens)
+        if not strings or num_searched >= len(token_ids):
+            return None
+        return find_stop_string(self._tokenizer, token_ids, num_searched, strings)
+
+    def recompute(self, version: int) -> None:
+        """Have every request read again, with what it has generated, for the policy `version` to go on with.
+
+        The device must have been waited for.
+        """
+        self._book.version = version
+        scheduler = self._scheduler
+        waiting = [scheduler.waiting_requests[key] for key in scheduler.waiting_requests_order]
+        active = list(scheduler.active_requests.values())
+        scheduler.reset()
+        self._free_blocks()
+        for state in active:
+            scheduler.add_waiting_request(state.create_equivalent_initial_request())
+        for state in waiting:
+            scheduler.add_waiting_request(state)
 
     def _to_caller_ids(self, states: Iterable[RequestState]) -> tuple[str, ...]:
         return tuple(self._caller_ids[state.request_id] for state in states)

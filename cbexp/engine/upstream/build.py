@@ -183,7 +183,7 @@ def build_request_state(group: PromptGroup) -> RequestState:
         request_id=group.request_ids[0],
         initial_tokens=list(group.prompt_ids),
         max_new_tokens=group.max_new_tokens,
-        eos_token_id=list(group.eos_token_ids),
+        eos_token_id=[*group.eos_token_ids, *group.sampling.stop_token_ids],
         num_children=len(group.numbers) - 1,
     )
 

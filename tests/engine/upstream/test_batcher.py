@@ -8,8 +8,10 @@ import torch
 
 from cbexp.engine.forward import PlainForward
 from cbexp.engine.requests import RequestBook
+from cbexp.engine.row_sampling import DriveSampling
 from cbexp.engine.upstream import Batcher
 from cbexp.engine.upstream.build import build_page_pools
+from tests.engine.models import VOCAB_SIZE
 from tests.engine.upstream.processors import new_group, settings_for
 
 PAGE = 8
@@ -26,7 +28,8 @@ def start(shared_model):
             new_group(index, range(length), limit)
             for index, (length, limit) in enumerate(zip(lengths, limits, strict=True))
         ]
-        batcher.begin(RequestBook(groups), safety_margin=0.0, num_slots=8)
+        sampling = DriveSampling(groups, seed=0, vocab_size=VOCAB_SIZE)
+        batcher.begin(RequestBook(groups), sampling, safety_margin=0.0, num_slots=8)
         for group in groups:
             batcher.submit(group)
         # A `RunsPrompts` by the model's own code.
