@@ -255,7 +255,7 @@ class SyncCBDriver(ModelDriver):
             config.seed,
             self._model.config.vocab_size,
             logprobs=bool(groups) and config.logprobs,
-            fp32_head=config.fp32_head,
+            fp32_head=bool(groups) and config.fp32_head,
         )
 
     def _measure(self, groups: list[GroupLengths]) -> CacheNeed:

@@ -84,6 +84,7 @@ def _check(model: PreTrainedModel, config: CBSyncConfig, limits: RequestLimits, 
         buckets=None,
         fusion="none",
         self_check=False,
+        fp32_head=False,
     )
     with exclusive_use(model):
         try:

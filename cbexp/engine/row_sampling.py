@@ -43,7 +43,9 @@ class DriveSampling:
         self.ends_early = any(
             group.sampling.stop_token_ids or group.sampling.stop_strings for group in groups
         )
-        self.needs_sampling = logprobs or any(_does_more_than_greedy(group.sampling) for group in groups)
+        self.needs_sampling = (
+            logprobs or fp32_head or any(_does_more_than_greedy(group.sampling) for group in groups)
+        )
         self._set_width = set_width(vocab_size)
         self._sets: dict[frozenset[int], int] = {frozenset(): 0}
         self._requests: dict[str, RequestSampling] = {}

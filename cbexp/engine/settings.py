@@ -36,6 +36,7 @@ DECODE_SETTINGS = (
     "max_burst",
     "recompile_limit",
     "self_check",
+    "fp32_head",
 )
 
 # What counts of the model's own generation config, what of one that is passed, and what says nothing about how a given

@@ -174,8 +174,8 @@ class CBSyncConfig:
     own. `eos_token_id`: one id or several; an empty sequence ignores EOS.
     `pad_token_id` is recorded only: rows that pad a batch hold no token. EOS and pad may be the model's, no limit is.
     `seed` (of 64 bits), the process's rank and the place of a token among all that the driver makes give the random
-    numbers that it is drawn with. `logprobs`: completions have log-probabilities. `fp32_head`: where tokens are sampled
-    or have log-probabilities, the language-model head sums up and gives its logits in float32.
+    numbers that it is drawn with. `logprobs`: completions have log-probabilities. `fp32_head`: the language-model
+    head sums up and gives its logits in float32.
 
     `page_size`, `max_batch_tokens` are in tokens.
     `num_blocks` None sizes the cache for the requests of the largest round so far that run at once, within

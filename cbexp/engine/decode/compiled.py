@@ -108,6 +108,10 @@ class CompiledSteps(EagerSteps):
             for name in ROW_STATE:
                 torch._dynamo.mark_dynamic(getattr(rows, name), 0)
             torch._dynamo.mark_dynamic(rows.outputs, 1)
+            if rows.sampling is not None:
+                torch._dynamo.mark_dynamic(rows.sampling.settings, 0)
+                torch._dynamo.mark_dynamic(rows.sampling.seen, 0)
+                torch._dynamo.mark_dynamic(rows.sampling.logprobs, 1)
         return rows
 
     def _count(self, bucket: int, before: _CompilerCounts) -> None:
@@ -154,7 +158,10 @@ class GraphTreeSteps(CompiledSteps):
     ) -> None:
         _require_main_thread(mode)
         self._static: list[Tensor] = []
+        self._num_graphs = 0
         self._mark_static([buffers.step, buffers.eos_ids, *buffers.block_tables.values()])
+        if buffers.sampling is not None:
+            self._mark_static([buffers.sampling.token_sets, buffers.sampling.key])
         for layer in buffers.layers:
             self._mark_static([layer.pages, layer.page_offset])
         super().__init__(forward, buffers, stats, mode, recompile_limit, parameters)
@@ -192,11 +199,12 @@ class GraphTreeSteps(CompiledSteps):
         if num_recorded == 0:
             raise self._no_graph(bucket, "none was recorded")
         self.stats.graphs += num_recorded
+        self._num_graphs += num_recorded
 
     def close(self) -> None:
         """Drop the programs, and with them their graphs; the tensors lose their marks."""
         super().close()
-        self.stats.graphs = 0
+        self.stats.graphs -= self._num_graphs
         for tensor in self._static:
             if hasattr(tensor, "_dynamo_static_input_type"):
                 del tensor._dynamo_static_input_type
@@ -205,6 +213,8 @@ class GraphTreeSteps(CompiledSteps):
     def _cut(self, bucket: int) -> DecodeBuffers:
         rows = super()._cut(bucket)
         self._mark_static(rows.state())
+        if rows.sampling is not None:
+            self._mark_static([rows.sampling.settings])
         return rows
 
     def _mark_static(self, tensors: Sequence[Tensor]) -> None:

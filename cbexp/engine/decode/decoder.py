@@ -105,7 +105,9 @@ class Decoder:
             eos_token_ids=eos_token_ids,
             device=model.device,
         )
-        self._forward = ForwardChoice(model, self._buffers.layers, settings.fusion, max_positions)
+        self._forward = ForwardChoice(
+            model, self._buffers.layers, settings.fusion, max_positions, fp32_head=settings.fp32_head
+        )
         self._is_cuda = model.device.type == "cuda"
         self._fetched = torch.empty_like(self._buffers.outputs, device="cpu", pin_memory=self._is_cuda)
         self._greedy = _Steps(self._buffers)

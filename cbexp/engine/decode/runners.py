@@ -94,8 +94,8 @@ class GraphRunner:
         torch.cuda.synchronize(self._device)
         for graph in self._graphs.values():
             graph.reset()
+        self.stats.graphs -= len(self._graphs)
         self._graphs.clear()
-        self.stats.graphs = 0
         self._steps.close()
 
     def _capture(self, bucket: int) -> torch.cuda.CUDAGraph:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from cbexp.engine.borrow import list_modules
+from cbexp.engine.borrow import Changes, list_modules
 from cbexp.engine.buffers import LayerPages
 from cbexp.engine.forward.llama import LlamaForward, find_hook, why_not_llama
 from cbexp.engine.forward.plain import PlainForward
@@ -33,8 +33,16 @@ class ForwardChoice:
     """
 
     def __init__(
-        self, model: PreTrainedModel, pages: tuple[LayerPages, ...], fusion: Fusion, max_positions: int
+        self,
+        model: PreTrainedModel,
+        pages: tuple[LayerPages, ...],
+        fusion: Fusion,
+        max_positions: int,
+        *,
+        fp32_head: bool = False,
     ) -> None:
+        self._fp32_head = fp32_head
+        self._head_changes = Changes()
         self._model = model
         self._pages = pages
         self._asked = fusion
@@ -63,6 +71,8 @@ class ForwardChoice:
             self.forward = self._build_forward()
         if self.fusion == "projections":
             self._projections.install()
+        if self._fp32_head and self.fusion != "layers":  # where steps compute the logits themselves
+            _install_fp32_head(self._model, self._head_changes)
         if is_new:
             self.forward.begin()
         self._state = state
@@ -75,6 +85,7 @@ class ForwardChoice:
     def end(self) -> None:
         """Give the modules back to the caller, and let go of the weights. Safe to call twice."""
         self._projections.remove()
+        self._head_changes.undo()
         self.forward.end()
 
     def close(self) -> None:
@@ -133,6 +144,22 @@ def resolve_fusion(model: PreTrainedModel, fusion: Fusion) -> ResolvedFusion:
     if model.device.type != "cuda" or model.dtype in (torch.float32, torch.float64):
         return "none"
     return "layers" if why_not_llama(model) is None else "projections"
+
+
+def _install_fp32_head(model: PreTrainedModel, changes: Changes) -> None:
+    """Have the language-model head sum up and give its logits in float32. Raises `EngineError` where it is no layer."""
+    head: Any = model.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        raise EngineError(
+            f"fp32_head=True needs a head that is a plain torch.nn.Linear, and this one is a {type(head).__name__}: "
+            "leave it out."
+        )
+
+    def forward(hidden: Tensor) -> Tensor:
+        bias = None if head.bias is None else head.bias.float()
+        return nn.functional.linear(hidden.float(), head.weight.float(), bias)
+
+    changes.set(head.__dict__, "forward", forward)
 
 
 def warn_of_hook(model: PreTrainedModel) -> None:
