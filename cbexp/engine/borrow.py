@@ -6,9 +6,8 @@ import copy
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,7 +16,10 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from cbexp.engine.interrupts import deferring_interrupts
+from cbexp.engine.shadow import Shadow
+from cbexp.engine.support import find_parameter_problem
 from cbexp.engine.types import EngineError
+from cbexp.engine.wrapped_forward import plain_forward
 
 _CHECKPOINTING = "gradient_checkpointing"
 # Hooks on the embedding that make its output require gradients, as transformers and PEFT call them.
@@ -52,24 +54,27 @@ def exclusive_use(model: PreTrainedModel) -> Iterator[None]:
 
 
 @contextmanager
-def borrowed_for_inference(model: PreTrainedModel, attn_implementation: str) -> Iterator[Borrow]:
+def borrowed_for_inference(
+    model: PreTrainedModel, attn_implementation: str, shadow: Shadow | None = None
+) -> Iterator[Borrow]:
     """Run the body in eval mode, without gradients, in the model's own dtype, with the attention of that name.
+
+    With `shadow`, copies stand in the place of float32 weights whose owner computes under autocast: in the body the
+    model's own dtype is theirs. They are refreshed whenever the model is taken.
 
     Modes are flipped module by module and put back one by one: a caller may keep parts of a model in eval mode.
     Inference mode is left, since the cache is written by drives inside and outside of it. Also out of the way are
-    flags of gradient checkpointing, to which compiled programs would be bound; accelerate's autocast around the
+    flags of gradient checkpointing, to which compiled programs would be bound; autocast and TRL's loss around the
     forward; hooks that make inputs require gradients; and what the caller has compiled. Each config is a copy while
     borrowed, since other models may share it.
 
     Raises `EngineError` when another thread has the model, see `exclusive_use`, or when its weights are elsewhere.
     """
     with exclusive_use(model):
-        if model.device.type == "meta":
-            raise EngineError(
-                f"The weights of this {type(model).__name__} are on the meta device: offloaded, or moved there. "
-                "Load them before it is driven."
-            )
-        borrow = Borrow(model, attn_implementation)
+        problem = find_parameter_problem(next(model.parameters()))  # of the others too, most likely
+        if problem is not None:
+            raise EngineError(f"This {type(model).__name__} cannot be driven as it is now: {problem}.")
+        borrow = Borrow(model, attn_implementation, shadow)
         try:
             borrow.take()
             yield borrow
@@ -80,9 +85,12 @@ def borrowed_for_inference(model: PreTrainedModel, attn_implementation: str) -> 
 class Borrow:
     """A model that is taken and given back, several times over if need be."""
 
-    def __init__(self, model: PreTrainedModel, attn_implementation: str) -> None:
+    def __init__(
+        self, model: PreTrainedModel, attn_implementation: str, shadow: Shadow | None = None
+    ) -> None:
         self._model = model
         self._attention = attn_implementation
+        self._shadow = shadow
         self._changes = Changes()
         self._modes = ExitStack()
 
@@ -96,16 +104,22 @@ class Borrow:
     def take(self) -> None:
         """Prepare the model, as it is now; it must not be taken."""
         with deferring_interrupts():
+            # Before autocast is off.
+            dtype = None if self._shadow is None else self._shadow.find_dtype()
             self._modes.enter_context(torch.inference_mode(False))
             self._modes.enter_context(torch.no_grad())
             self._modes.enter_context(torch.autocast(device_type=self._model.device.type, enabled=False))
             configs: dict[int, PreTrainedConfig] = {}
             # Only where it was imported can something be compiled, and importing it takes seconds.
             compiler: Any = sys.modules.get("torch._dynamo.eval_frame")
-            for module in list_modules(self._model):
+            modules = list_modules(self._model)
+            for module in modules:
                 self._prepare(module, configs)
                 if compiler is not None and module._modules:
                     self._unwrap_children(module._modules, compiler.OptimizedModule)
+            if self._shadow is not None:
+                for parameters, name, copied in self._shadow.refresh(modules, dtype):
+                    self._changes.set(parameters, name, copied)
 
     def give_back(self) -> None:
         """Undo all that `take` has done. Safe to call twice."""
@@ -129,7 +143,8 @@ class Borrow:
         if attributes.get("_compiled_call_impl") is not None:
             self._changes.set(attributes, "_compiled_call_impl", ABSENT)
         if "forward" in attributes:
-            self._changes.set(attributes, "forward", _plain_forward(module))
+            forward = plain_forward(module)
+            self._changes.set(attributes, "forward", ABSENT if forward is None else forward)
         hooks = module._forward_hooks
         if hooks:
             kept = OrderedDict(
@@ -205,24 +220,3 @@ def _with_attention(config: PreTrainedConfig, attn_implementation: str) -> PreTr
     # Not by the property, which would write to configs inside of this one, and they are still the caller's.
     copied._attn_implementation_internal = attn_implementation
     return copied
-
-
-def _plain_forward(module: nn.Module) -> Any:
-    """The module's own forward without what torch.compile and accelerate put around it; absent if it is the class's."""
-    forward = module.__dict__["forward"]
-    if _is_accelerates(forward):
-        forward = module.__dict__.get("_original_forward", forward)
-    # A decorator of the caller's around a compiled function has the first of these attributes too, by functools.wraps.
-    while (inner := getattr(forward, "_torchdynamo_orig_callable", None)) is not None:
-        if getattr(forward, "__wrapped__", None) is not inner:
-            break
-        forward = inner
-    is_own = isinstance(forward, MethodType) and forward.__self__ is module
-    return ABSENT if is_own and forward.__func__ is type(module).forward else forward
-
-
-def _is_accelerates(forward: Callable[..., Any]) -> bool:
-    """Whether accelerate's mixed precision has put this forward in the place of the model's."""
-    function = getattr(forward, "__func__", forward)
-    name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
-    return name.startswith("accelerate.utils.operations.convert_outputs_to_fp32.")

@@ -20,6 +20,7 @@ from cbexp.engine.requests import GroupLengths, PromptGroup, RequestBook, Reques
 from cbexp.engine.row_sampling import DriveSampling
 from cbexp.engine.sampling import HeadInputs
 from cbexp.engine.settings import check_config, check_count, check_device
+from cbexp.engine.shadow import Shadow
 from cbexp.engine.sizing import (
     CacheNeed,
     CacheSize,
@@ -29,6 +30,7 @@ from cbexp.engine.sizing import (
     measure_need,
     size_cache,
 )
+from cbexp.engine.support import list_wrappers
 from cbexp.engine.types import CacheMemoryError, CBSyncConfig, EngineError, StepInfo
 
 if TYPE_CHECKING:
@@ -43,8 +45,9 @@ class SyncCBDriver(ModelDriver):
     Drivers may share a model, one drive at a time. A drive that another thread starts meanwhile is refused, with its
     requests still queued. A drive that the first one's `on_step` starts runs at once, inside of it.
 
-    `model` is a transformers causal language model on one device, bare or inside a PEFT wrapper. Between drives and in
-    `on_step` it is in the caller's hands, weights included: no keys or values outlive a drive.
+    `model` is a transformers causal language model on one device, bare or in wrappers that `list_wrappers` takes off.
+    Between drives and in `on_step` it is in the caller's hands, weights included: no keys or values outlive a drive.
+    Float32 weights whose owner computes under autocast are copied to its dtype in each drive, see `Shadow`.
 
     Of `generation_config`, `max_new_tokens`, `eos_token_id` and `pad_token_id` count, and `config` goes before it.
     Whatever else it sets is refused, unless it changes nothing. EOS and pad that neither of them sets are those of the
@@ -82,6 +85,7 @@ class SyncCBDriver(ModelDriver):
         upstream.check_attention(self._model.config, self._config)
         check_device(self._config, self._model.device.type)
         self._attention = upstream.attention_name(self._config)
+        self._shadow = Shadow(self._model, list_wrappers(model))
         with self._borrowed():
             resolve_fusion(self._model, self._config.fusion)
         self._num_steps = 0
@@ -97,10 +101,12 @@ class SyncCBDriver(ModelDriver):
             self._request_limits(),
             own if upstream.reads_paged_cache(self._model.config) else None,
             self._generate_apart,
+            self._shadow,
         )
         if self._config.num_blocks is not None:
             longest = GroupLengths(self._config.num_blocks * self._config.page_size, 1, 1)
-            self._engine = self._build(self._measure([longest]))
+            with self._borrowed():
+                self._engine = self._build(self._measure([longest]))
         if self._config.allow_block_sharing and not upstream.can_share_blocks(self._model.config):
             warnings.warn(
                 f"allow_block_sharing=True has no effect with this {type(self._model).__name__}, which has layers with "
@@ -115,6 +121,8 @@ class SyncCBDriver(ModelDriver):
             "attn_implementation": self._config.attn_implementation,
             "has_growing_cache": self._config.num_blocks is None,
         }
+        if self._shadow.dtype is not None:
+            settings |= self._shadow.describe()
         if self._config.num_blocks is None:
             settings["max_memory_fraction"] = self._config.max_memory_fraction
         if self._engine is None:
@@ -173,12 +181,13 @@ class SyncCBDriver(ModelDriver):
         self._is_version_new = True
 
     def close(self) -> None:
-        """Free cache and graphs. Safe to call twice; any other use of the driver afterwards is an `EngineError`.
+        """Free cache, graphs and copies of weights. Safe to call twice; any other use afterwards is an `EngineError`.
 
         Ctrl-C takes effect once all is freed, and an exception leaves the rest to the next call: an `EngineError` while
         another thread uses the model, for one.
         """
         super().close()
+        self._shadow.release()
         self._drop()
 
     def _holding_model(self) -> AbstractContextManager[None]:
@@ -217,11 +226,11 @@ class SyncCBDriver(ModelDriver):
             self._config.on_step(index, info)
             if not self._is_version_new and read_versions(self._model) != before:
                 self.weights_changed()
-            if not engine.batcher.suits(self._model):
-                raise EngineError(
-                    f"on_step has left the model on {self._model.device} in {self._model.dtype}: a drive ends on the "
-                    "device, in the dtype and with the positions that it began with."
-                )
+        if not engine.batcher.suits(self._model):
+            raise EngineError(
+                f"on_step has left the model on {self._model.device} in {self._model.dtype}: a drive ends on the "
+                "device, in the dtype and with the positions that it began with."
+            )
         if self._is_version_new:
             engine.batcher.recompute(self._version)
         with engine.batcher.on_stream():
@@ -234,7 +243,7 @@ class SyncCBDriver(ModelDriver):
         return replace(limits, max_stored_tokens=self._engine.batcher.max_request_tokens)
 
     def _borrowed(self) -> AbstractContextManager[Borrow]:
-        return borrowed_for_inference(self._model, self._attention)
+        return borrowed_for_inference(self._model, self._attention, self._shadow)
 
     @contextmanager
     def _begun(self, engine: _Engine) -> Iterator[None]:
@@ -277,12 +286,12 @@ class SyncCBDriver(ModelDriver):
         return engine
 
     def _build(self, need: CacheNeed) -> _Engine:
-        model, size = self._model, self._size(need)
+        """The model is borrowed, here and in `_engine_for`: a cache is in the dtype that runs."""
+        size = self._size(need)
         self._warn_of_shortage(need, size)
-        with self._borrowed():
-            engine = _build_engine(
-                model, self._config, size, self._decoding.eos_token_ids, self._record, self._tokenizer
-            )
+        engine = _build_engine(
+            self._model, self._config, size, self._decoding.eos_token_ids, self._record, self._tokenizer
+        )
         self._record = engine.decoder.record
         return engine
 
@@ -320,7 +329,7 @@ class SyncCBDriver(ModelDriver):
         model, book = self._model, RequestBook(groups)
         need = measure_need([group.lengths for group in groups], model.config, settings)
         size = CacheSize(need.num_blocks, need.batch_tokens, len(groups))
-        with borrowed_for_inference(model, upstream.attention_name(settings)):
+        with borrowed_for_inference(model, upstream.attention_name(settings), self._shadow):
             engine = _build_engine(model, settings, size, ())
             try:
                 sampling = DriveSampling(groups, seed=0, vocab_size=model.config.vocab_size)

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from cbexp.engine.borrow import borrowed_for_inference, exclusive_use
 from cbexp.engine.interrupts import deferring_interrupts
 from cbexp.engine.requests import PromptGroup, RequestLimits
+from cbexp.engine.shadow import Shadow
 from cbexp.engine.support import unsupported
 from cbexp.engine.types import CBSyncConfig, UnsupportedModelError
 
@@ -46,22 +47,23 @@ def require_own_forward(
     limits: RequestLimits,
     own_attention: str | None,
     generate: Generate,
+    shadow: Shadow | None = None,
 ) -> None:
     """Have `generate` run two small prompts with the attention of `config`, and compare with the model's own forward.
 
-    `own_attention`: what the model was loaded with, where it works on a paged cache.
+    `own_attention`: what the model was loaded with, where it works on a paged cache. `shadow`: what `generate` runs on.
 
     Raises:
         UnsupportedModelError: either forward fails, or they differ. It says whether `own_attention` would do. Running
             out of memory is no such failure.
     """
     try:
-        _check(model, config, limits, generate)
+        _check(model, config, limits, generate, shadow)
     except UnsupportedModelError as error:
         if own_attention is None or not config.has_engine_attention:
             raise
         try:
-            _check(model, replace(config, attn_implementation=own_attention), limits, generate)
+            _check(model, replace(config, attn_implementation=own_attention), limits, generate, shadow)
         except UnsupportedModelError:
             raise error from None
         raise UnsupportedModelError(
@@ -69,7 +71,13 @@ def require_own_forward(
         ) from error
 
 
-def _check(model: PreTrainedModel, config: CBSyncConfig, limits: RequestLimits, generate: Generate) -> None:
+def _check(
+    model: PreTrainedModel,
+    config: CBSyncConfig,
+    limits: RequestLimits,
+    generate: Generate,
+    shadow: Shadow | None,
+) -> None:
     groups = _build_trial_groups(limits)
     settings = replace(
         config,
@@ -96,7 +104,7 @@ def _check(model: PreTrainedModel, config: CBSyncConfig, limits: RequestLimits, 
             return  # the model's own affair: its requests fail, and say so
         with (
             _refusing(model, "its own forward fails without a cache"),
-            borrowed_for_inference(model, model.config._attn_implementation),
+            borrowed_for_inference(model, model.config._attn_implementation, shadow),
         ):
             difference = _find_difference(model, token_ids, logits)
     if difference is not None:
@@ -181,10 +189,10 @@ def _summarize(model: PreTrainedModel, expected: Tensor, actual: Tensor) -> tupl
 
 
 def _rounds_coarsely(model: PreTrainedModel) -> bool:
-    """Whether products are of ten bits or less, as in half precision, or may be: quantised ones, and TF32."""
+    """Whether products are of ten bits or less, as in half precision, or may be, as in TF32."""
     if model.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
         return True
-    return model.dtype not in (torch.float32, torch.float64) or getattr(model, "is_quantized", False)
+    return model.dtype not in (torch.float32, torch.float64)
 
 
 def _run_plainly(model: PreTrainedModel, token_ids: Sequence[Sequence[int]], num_last: int) -> Tensor:

@@ -13,6 +13,8 @@ from cbexp.engine.requests import Positions
 from cbexp.engine.types import EngineError, UnsupportedModelError, UnsupportedTransformersError
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
     from transformers import PreTrainedConfig, PreTrainedModel
 
 # First supported and first unsupported minor version: the internals change between minor versions.
@@ -22,6 +24,23 @@ RECURRENT_LAYER_TYPES = ("linear_attention", "mamba", "conv", "recurrent")
 # Rotary embeddings that stretch the positions by their factor, while `max_position_embeddings` may stay as it was. That
 # of llama3 is none of these: Llama 3.2 says 131,072, and its factor would make it twice as many.
 STRETCHED_ROPE_TYPES = ("linear", "yarn")
+COMPILED_MODULE = "torch._dynamo.eval_frame.OptimizedModule"
+DEEPSPEED_ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine"
+MODULE_WRAPPERS = (
+    "torch.nn.parallel.distributed.DistributedDataParallel",
+    "torch.nn.parallel.data_parallel.DataParallel",
+    DEEPSPEED_ENGINE,
+)
+FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel"
+# Above the class that `fully_shard` gives a module.
+FULLY_SHARDED = "torch.distributed.fsdp.FSDPModule"
+QUANTISERS = {
+    *("bitsandbytes", "torchao", "gptqmodel", "auto_gptq", "awq", "hqq", "aqlm", "eetq", "quanto", "optimum"),
+    *("auto_round", "compressed_tensors", "quark", "vptq"),
+}
+KEEP_WHOLE = "a drive reads them whole, on one device: use DDP, or DeepSpeed ZeRO-1 or 2"
+SHARDED_BY_FSDP = f"its parameters are sharded by FSDP; {KEEP_WHOLE}"
+LOAD_WHOLE = "load all of it on one device"
 
 
 def check_transformers_version(found: str) -> None:
@@ -36,22 +55,38 @@ def check_transformers_version(found: str) -> None:
 
 
 def require_supported_model(model: Any) -> PreTrainedModel:
-    """Return the transformers model inside `model` (a PEFT wrapper is taken off, its adapter layers stay).
+    """Return the transformers model inside `model`, see `list_wrappers`; PEFT's layers stay in it.
 
-    Raises `UnsupportedModelError`, naming the model and the reason, for wrappers, sharded or meta-device models, and
-    architectures that the paged cache cannot serve.
+    Raises `UnsupportedModelError`, naming the model and the reason, for other wrappers, sharded, offloaded or quantised
+    models, and architectures that the paged cache cannot serve.
     """
     from transformers import PreTrainedModel
 
-    base = _unwrap_peft(model)
+    base = list_wrappers(model)[-1]
     if not isinstance(base, PreTrainedModel):
         raise unsupported(base, "it is not a transformers model; pass the module inside the wrapper")
-    reason = _placement_problem(base) or find_architecture_problem(base.config, type(base))
+    reason = (
+        _placement_problem(base)
+        or _quantisation_problem(base)
+        or find_architecture_problem(base.config, type(base))
+    )
     if reason is None and not base.can_generate():
         reason = "it has no language-model head; load it with AutoModelForCausalLM"
     if reason is not None:
         raise unsupported(base, reason)
     return base
+
+
+def list_wrappers(model: Any) -> list[Any]:
+    """`model` and what is inside of it, wrapper by wrapper; the last is the module that is driven.
+
+    Taken off are what torch.compile makes, (Distributed)DataParallel, DeepSpeed's engine and PEFT, where the wrapper's
+    own forward adds nothing to the base model's. Raises `UnsupportedModelError` where it does.
+    """
+    found = [model]
+    while (inner := _take_off(found[-1])) is not None:
+        found.append(inner)
+    return found
 
 
 def unsupported(model: Any, reason: str) -> UnsupportedModelError:
@@ -61,10 +96,34 @@ def unsupported(model: Any, reason: str) -> UnsupportedModelError:
     return UnsupportedModelError(f"{type(model).__name__}{kind} cannot be driven: {reason}.")
 
 
+def read_engine_autocast(module: Any) -> torch.dtype | None:
+    """The dtype of the autocast that DeepSpeed's engine puts around the forward; None for anything else."""
+    is_on = getattr(module, "torch_autocast_enabled", None) if _is_a(module, DEEPSPEED_ENGINE) else None
+    if is_on is None or not is_on():  # engines of before do not know it
+        return None
+    dtype: torch.dtype = module.torch_autocast_dtype()
+    return dtype
+
+
+def _take_off(model: Any) -> Any:
+    """What is in the wrapper; None: it is none."""
+    if _is_a(model, COMPILED_MODULE):
+        return model._orig_mod
+    if _is_a(model, *MODULE_WRAPPERS):
+        return model.module
+    if _is_a(model, FSDP):
+        raise unsupported(model, SHARDED_BY_FSDP)
+    return _unwrap_peft(model)
+
+
+def _is_a(model: Any, *classes: str) -> bool:
+    """Whether its class is one of those or of their kind, by name: none of them is imported for it."""
+    return any(f"{kind.__module__}.{kind.__qualname__}" in classes for kind in type(model).__mro__)
+
+
 def _unwrap_peft(model: Any) -> Any:
-    """The base model, into which PEFT has injected its layers, where the wrapper's own forward adds nothing to it."""
     if not hasattr(model, "peft_config") or not hasattr(model, "get_base_model"):
-        return model
+        return None
     if any(getattr(config, "is_prompt_learning", False) for config in model.peft_config.values()):
         raise unsupported(model, "prompt-learning adapters change the inputs; LoRA and its kin are supported")
     if any(_depends_on_wrapper(config) for config in model.peft_config.values()):
@@ -82,16 +141,50 @@ def _depends_on_wrapper(peft_config: Any) -> bool:
 def _placement_problem(model: PreTrainedModel) -> str | None:
     if getattr(model, "_device_mesh", None) is not None or (getattr(model, "_tp_size", None) or 1) > 1:
         return "it is tensor-parallel, and only models on one device are supported"
-    if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
-        return "its parameters are sharded, and only models on one device are supported"
+    if any(_is_a(module, FSDP, FULLY_SHARDED) for module in model.modules()):
+        return SHARDED_BY_FSDP
+    if any(_is_offloaded(module) for module in model.modules()):
+        return f"accelerate offloads its weights; {LOAD_WHOLE}"
     placements = set(getattr(model, "hf_device_map", {}).values())
     devices = {parameter.device for parameter in model.parameters()}
     if len(placements) > 1 or len(devices) > 1:
         names = sorted(str(place) for place in (placements if len(placements) > 1 else devices))
         return f"it is spread over {', '.join(names)}, and only models on one device are supported"
-    if {device.type for device in devices} == {"meta"}:
-        return "its weights are on the meta device; load them first"
+    return next(filter(None, map(find_parameter_problem, model.parameters())), None)
+
+
+def find_parameter_problem(parameter: Tensor) -> str | None:
+    """Why the values of a model's parameter are not at hand, as half a sentence; None when they are."""
+    if hasattr(parameter, "ds_id") or hasattr(parameter, "ds_status"):
+        return f"its parameters are sharded by DeepSpeed ZeRO-3; {KEEP_WHOLE}"
+    if hasattr(parameter, "device_mesh"):
+        return f"its parameters are sharded (DTensor); {KEEP_WHOLE}"
+    if parameter.is_meta:
+        return f"its weights are on the meta device: offloaded, or never loaded; {LOAD_WHOLE}"
     return None
+
+
+def _is_offloaded(module: Any) -> bool:
+    """Whether a hook of accelerate's brings the module's weights when it runs, and takes them away again."""
+    hook = getattr(module, "_hf_hook", None)
+    hooks = getattr(hook, "hooks", (hook,))
+    return any(getattr(each, "offload", False) or type(each).__name__ == "CpuOffload" for each in hooks)
+
+
+def _quantisation_problem(model: PreTrainedModel) -> str | None:
+    quantizer: Any = getattr(model, "hf_quantizer", None)
+    found = [] if quantizer is None else [type(quantizer).__name__]
+    for module in model.modules():
+        parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
+        packages = {type(owner).__module__.partition(".")[0] for owner in (module, *parameters)}
+        found += sorted(packages & QUANTISERS)
+        found += [str(p.dtype) for p in parameters if not p.is_floating_point() or p.dtype.itemsize == 1]
+    if not found:
+        return None
+    return (
+        f"its weights are quantised ({found[0]}), and only plain floats are served: load it in bfloat16 or float32, "
+        "without a quantization_config"
+    )
 
 
 def find_architecture_problem(config: PreTrainedConfig, model_class: Any) -> str | None:

@@ -2,13 +2,17 @@
 
 from copy import deepcopy
 from importlib.metadata import requires
+from types import SimpleNamespace
 
+import accelerate
 import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
+from torch.nn import parallel
 from transformers import (
     Gemma3TextConfig,
     HrmTextConfig,
@@ -23,13 +27,15 @@ from transformers import (
 
 from cbexp.engine import (
     CBSyncConfig,
+    EngineError,
     SyncCBDriver,
     UnsupportedModelError,
     UnsupportedTransformersError,
     check_transformers_version,
 )
-from cbexp.engine.support import read_positions
+from cbexp.engine.support import list_wrappers, read_positions
 from tests.engine.driving import drive
+from tests.engine.forward.models import with_lora
 
 TINY = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 
@@ -45,6 +51,41 @@ def changed(change):
     return lambda model: change(model) or model
 
 
+class DeepSpeedEngine(Wrapper):
+    """Stands in for DeepSpeed's, which is not installed."""
+
+    __module__ = "deepspeed.runtime.engine"
+    autocast = None
+
+    def torch_autocast_enabled(self):
+        return self.autocast is not None
+
+    def torch_autocast_dtype(self):
+        return self.autocast
+
+
+class FullyShardedDataParallel(Wrapper):
+    """Stands in for torch's, which takes no CPU."""
+
+    __module__ = "torch.distributed.fsdp.fully_sharded_data_parallel"
+
+
+class Linear4bit(nn.Linear):
+    __module__ = "bitsandbytes.nn.modules"
+
+
+def partition(model):
+    """As ZeRO-3 does it."""
+    for parameter in model.parameters():
+        parameter.ds_id, parameter.ds_shape = 0, parameter.shape
+        parameter.data = torch.empty(0)
+
+
+def pack(model, dtype):
+    linear = model.model.layers[0].mlp.up_proj
+    linear.weight = nn.Parameter(linear.weight.detach().to(dtype), requires_grad=False)
+
+
 PROMPT_TUNING = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
 ACTIVATED = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[1, 2])
 
@@ -55,6 +96,29 @@ REFUSED = {
     "several devices": (changed(lambda model: model.lm_head.to("meta") and None), "spread over cpu, meta"),
     "a disk": (changed(lambda m: setattr(m, "hf_device_map", {"a": 0, "b": "disk"})), "spread over 0, disk"),
     "tensor-parallel": (changed(lambda model: setattr(model, "_device_mesh", object())), "tensor-parallel"),
+    "ZeRO-3": (changed(partition), "sharded by DeepSpeed ZeRO-3; .*: use DDP, or DeepSpeed ZeRO-1 or 2"),
+    "ZeRO-3's engine": (
+        lambda model: DeepSpeedEngine(changed(partition)(model)),
+        "sharded by DeepSpeed ZeRO-3",
+    ),
+    "offloaded": (
+        changed(lambda model: accelerate.cpu_offload(model, execution_device="cpu") and None),
+        "accelerate offloads its weights; load all of it on one device",
+    ),
+    "offloaded as a whole": (
+        changed(lambda model: accelerate.cpu_offload_with_hook(model, execution_device="cpu") and None),
+        "accelerate offloads its weights",
+    ),
+    "a quantiser": (
+        changed(lambda model: setattr(model, "hf_quantizer", SimpleNamespace())),
+        r"weights are quantised \(SimpleNamespace\), .*without a quantization_config",
+    ),
+    "bitsandbytes": (
+        changed(lambda model: setattr(model.model.layers[0].mlp, "up_proj", Linear4bit(32, 48))),
+        r"quantised \(bitsandbytes\)",
+    ),
+    "int8": (changed(lambda model: pack(model, torch.int8)), r"quantised \(torch\.int8\)"),
+    "float8": (changed(lambda m: pack(m, torch.float8_e4m3fn)), r"quantised \(torch\.float8_e4m3fn\)"),
     "no head": (lambda model: LlamaModel(model.config), "no language-model head"),
     "another kind of layer": (
         changed(lambda m: setattr(m.config, "layer_types", ["full_attention", "chunked_attention"])),
@@ -82,19 +146,87 @@ def test_a_model_that_cannot_be_driven(new_model, case):
     model = make(new_model("llama"))
     with pytest.raises(UnsupportedModelError, match=reason) as error:
         SyncCBDriver(model)
-    assert type(model).__name__ in str(error.value)
+    assert type(list_wrappers(model)[-1] if "engine" in case else model).__name__ in str(error.value)
 
 
-def test_sharded_parameters(new_model, tmp_path):
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        model = new_model("qwen3")
-        mesh = init_device_mesh("cpu", (1,))
-        model.lm_head.weight = nn.Parameter(distribute_tensor(model.lm_head.weight.detach(), mesh))
-        with pytest.raises(UnsupportedModelError, match=r"Qwen3ForCausalLM.*parameters are sharded"):
-            SyncCBDriver(model)
-    finally:
-        distributed.destroy_process_group()
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    store = tmp_path_factory.mktemp("group") / "store"
+    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    distributed.destroy_process_group()
+
+
+def distribute(model, mesh):
+    model.lm_head.weight = nn.Parameter(distribute_tensor(model.lm_head.weight.detach(), mesh))
+    return model
+
+
+KEPT_WHOLE = "; a drive reads them whole, on one device: use DDP, or DeepSpeed ZeRO-1 or 2"
+
+
+@pytest.mark.parametrize(
+    ("shard", "reason"),
+    [
+        (distribute, r"its parameters are sharded \(DTensor\)"),
+        (lambda model, mesh: fully_shard(model, mesh=mesh), "sharded by FSDP"),
+        (lambda model, mesh: FullyShardedDataParallel(model), "sharded by FSDP"),
+        (lambda model, mesh: torch.compile(FullyShardedDataParallel(model)), "sharded by FSDP"),
+    ],
+)
+def test_sharded_parameters(new_model, one_process, shard, reason):
+    sharded = shard(new_model("qwen3"), one_process)
+    with pytest.raises(UnsupportedModelError, match=f"(Qwen3|FullySharded).*{reason}{KEPT_WHOLE}"):
+        SyncCBDriver(sharded)
+
+
+def test_a_model_that_is_sharded_later(new_model, make_driver, prompts, one_process):
+    model = new_model("qwen3")
+    driver = make_driver(model)
+    fully_shard(model, mesh=one_process)
+    driver.add_requests(prompts)
+    with pytest.raises(
+        EngineError, match=rf"cannot be driven as it is now: .*sharded \(DTensor\){KEPT_WHOLE}"
+    ):
+        driver.drive_until_empty()
+
+
+def in_ddp(model):
+    return parallel.DistributedDataParallel(model)
+
+
+WRAPPERS = {
+    "torch.compile": (lambda model: torch.compile(model, backend="eager"), 2),
+    "DDP": (in_ddp, 2),
+    "DataParallel": (lambda model: parallel.DataParallel(model), 2),
+    "DeepSpeed": (DeepSpeedEngine, 2),
+    "PEFT in DDP": (lambda model: in_ddp(with_lora(model)), 3),
+    "PEFT in DDP, compiled": (lambda model: torch.compile(in_ddp(with_lora(model)), backend="eager"), 4),
+    "PEFT of a compiled model in DeepSpeed": (
+        lambda model: DeepSpeedEngine(with_lora(torch.compile(model))),
+        4,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRAPPERS)
+def test_wrappers_that_are_taken_off(new_model, make_driver, prompts, one_process, case):
+    wrap, depth = WRAPPERS[case]
+    model = new_model("qwen3")
+    wrapped = wrap(model)
+    assert len(list_wrappers(wrapped)) == depth
+    tokens = drive(make_driver(wrapped), prompts[:2])
+    assert tokens == drive(make_driver(model), prompts[:2])
+    assert wrapped is not model
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_the_autocast_of_deepspeeds_engine(new_model, make_driver, prompts, dtype):
+    engine = DeepSpeedEngine(new_model("qwen3"))
+    engine.autocast = dtype
+    driver = make_driver(engine)
+    drive(driver, prompts[:1])
+    assert driver.resolved["dtype"] == ("float32" if dtype is None else "bfloat16")
 
 
 def test_an_attention_implementation_that_reads_no_paged_cache(new_model):

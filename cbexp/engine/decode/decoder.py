@@ -238,13 +238,13 @@ class Decoder:
 
     def describe(self) -> dict[str, Any]:
         """Settings as they run, as plain JSON values. Of each batch size the last self-check of the record is there."""
-        model = self._model
+        model, pages = self._model, self._buffers.layers[0].pages
         return {
             "decode_mode": self._settings.compile_mode,
             "batch_shape": self._shapes.policy,
             "buckets": list(self._shapes.buckets),
             "max_burst": self._settings.max_burst,
-            "prefill_attention": describe_attention_path(model.config, model.device, model.dtype),
+            "prefill_attention": describe_attention_path(model.config, pages.device, pages.dtype),
             "self_check": self._has_check,
             "self_check_results": list(
                 {check.bucket: asdict(check) for check in self.record.checks}.values()

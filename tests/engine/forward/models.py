@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import contextmanager
 
 import torch
@@ -51,6 +52,14 @@ def with_lora(model, targets=("q_proj", "v_proj", "up_proj"), **changes):
     torch.manual_seed(2)
     options = {"r": 4, "lora_dropout": 0.5, "init_lora_weights": False, **changes}
     return get_peft_model(model, LoraConfig(target_modules=list(targets), **options)).eval()
+
+
+def in_half_precision(model, dtype=torch.bfloat16):
+    """A copy, as it is loaded with that dtype: buffers stay what they are."""
+    copied = copy.deepcopy(model)
+    for parameter in copied.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return copied
 
 
 @contextmanager

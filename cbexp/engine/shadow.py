@@ -1,0 +1,132 @@
+"""Copies of float32 master weights in the dtype of their trainer's autocast, at addresses that stay."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from cbexp.engine.support import read_engine_autocast
+from cbexp.engine.types import EngineError
+from cbexp.engine.wrapped_forward import find_autocasts
+
+SHADOWED_DTYPES = (torch.bfloat16, torch.float16)
+ALIGNMENT_BYTES = 256
+
+
+class Shadow:
+    """Copies of a model's float32 parameters in the dtype of its autocast, which a drive runs on in their place.
+
+    `wrappers`: the model as the trainer has it, from the outermost wrapper to the model itself; any of them may bear
+    the autocast. There are no copies while there is no autocast, nor when the model's own dtype is another one (a base
+    in half precision with adapters in float32). Parameters that transformers would keep in float32 are kept here too.
+    """
+
+    def __init__(self, model: PreTrainedModel, wrappers: Sequence[nn.Module]) -> None:
+        self._model = model
+        self._wrappers = tuple(wrappers)
+        self._copies: list[nn.Parameter] = []
+        self._layout: tuple[Any, ...] = ()
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Of the copies; None: there are none now."""
+        return self._copies[0].dtype if self._copies else None
+
+    def describe(self) -> dict[str, Any]:
+        """As plain JSON values: the dtype that runs, and the memory that the copies take; there must be some."""
+        storage = self._copies[0].untyped_storage()
+        return {"dtype": str(self._copies[0].dtype).removeprefix("torch."), "shadow_bytes": storage.nbytes()}
+
+    def find_dtype(self) -> torch.dtype | None:
+        """The dtype in which the trainer would compute now, where that asks for copies; else None.
+
+        The innermost autocast counts, and that of a forward is inside the caller's.
+        """
+        device_type = self._model.device.type
+        if self._model.dtype != torch.float32 or not torch.amp.is_autocast_available(device_type):
+            return None
+        is_on = torch.is_autocast_enabled(device_type)
+        dtype = torch.get_autocast_dtype(device_type) if is_on else None
+        for module in self._wrappers:
+            dtype = read_engine_autocast(module) or dtype
+            for autocast in find_autocasts(module):
+                if autocast.device == device_type:
+                    dtype = autocast.fast_dtype if autocast._enabled else None
+        return dtype if dtype in SHADOWED_DTYPES else None
+
+    def refresh(
+        self, modules: Sequence[nn.Module], dtype: torch.dtype | None
+    ) -> list[tuple[dict[str, Any], str, nn.Parameter]]:
+        """Copy the weights of `modules` as they are now: a module's `_parameters`, a name in it, and its copy.
+
+        Copies lie where they lay, unless parameters have other shapes or ties, or another device. Put on the current
+        stream, without gradients. Without `dtype` there are none, and those from before are freed. Raises `EngineError`
+        where the device has no memory for them.
+        """
+        if dtype is None:
+            self.release()
+            return []
+        kept = _kept_in_float32(self._model, dtype)
+        places: dict[nn.Parameter, list[tuple[dict[str, Any], str]]] = {}
+        for module in modules:
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter.dtype == torch.float32 and parameter not in kept:
+                    places.setdefault(parameter, []).append((module._parameters, name))
+        shapes = [master.shape for master in places]
+        layout = dtype, self._model.device, shapes
+        if layout != self._layout:
+            self.release()
+            self._copies = _allocate_copies(shapes, dtype, self._model.device)
+            self._layout = layout
+        if places:
+            # Always: writes through `.data` leave no trace.
+            torch._foreach_copy_(list[Tensor](self._copies), list[Tensor](places))
+        return [
+            (*place, copied)
+            for copied, of_master in zip(self._copies, places.values(), strict=True)
+            for place in of_master
+        ]
+
+    def release(self) -> None:
+        """Free the memory; the next `refresh` takes some anew. Safe to call twice."""
+        self._copies, self._layout = [], ()
+
+
+def allocate(num_bytes: int, device: torch.device) -> Tensor:
+    """The memory of all copies, uint8 [num_bytes]."""
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+
+def _kept_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> set[nn.Parameter]:
+    """What transformers loads in float32 with `dtype` too: model code relies on it."""
+    plan = model._get_dtype_plan(dtype)
+    if not plan:
+        return set()
+    names = re.compile("|".join(re.escape(name).replace(r"\*", ".*") for name in plan))
+    return {parameter for name, parameter in model.named_parameters() if names.search(name)}
+
+
+def _allocate_copies(
+    shapes: Sequence[torch.Size], dtype: torch.dtype, device: torch.device
+) -> list[nn.Parameter]:
+    """Contiguous parameters in one piece of memory, without values."""
+    sizes = [shape.numel() * dtype.itemsize for shape in shapes]
+    steps = [math.ceil(size / ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes]
+    try:
+        parts = allocate(sum(steps), device).split(steps)
+    except torch.OutOfMemoryError as error:
+        raise EngineError(
+            f"Under autocast a drive runs on a copy of the float32 weights in {str(dtype).removeprefix('torch.')}, and "
+            f"{device} has no {sum(steps) / 2**30:.2f} GiB for it: load the model in half precision, or free memory "
+            f"({str(error).partition('.')[0]})."
+        ) from error
+    return [
+        nn.Parameter(part[:size].view(dtype).view(shape), requires_grad=False)
+        for part, size, shape in zip(parts, sizes, shapes, strict=True)
+    ]
