@@ -77,10 +77,11 @@ def advance(buffers: DecodeBuffers, next_ids: Tensor, best_logits: Tensor) -> No
 
         finish.advance(buffers, next_ids, best_logits)
         return
-    _advance_plainly(buffers, next_ids, best_logits)
+    advance_plainly(buffers, next_ids, best_logits)
 
 
-def _advance_plainly(buffers: DecodeBuffers, next_ids: Tensor, best_logits: Tensor) -> None:
+def advance_plainly(buffers: DecodeBuffers, next_ids: Tensor, best_logits: Tensor) -> None:
+    """`advance` in plain torch, on any device."""
     rows = next_ids.shape[0]
     token_ids, positions = buffers.token_ids[:rows], buffers.positions[:rows]
     remaining = buffers.remaining[:rows]
