@@ -242,6 +242,8 @@ class DecodeBuffers:
     def saved(self) -> Iterator[None]:
         """Let the body change everything here but the cache; afterwards it is as before."""
         tensors = [*self.state(), self.eos_ids, *self.block_tables.values()]
+        if self.sampling is not None:
+            tensors += [self.sampling.settings, self.sampling.token_sets, self.sampling.key]
         copies = [tensor.clone() for tensor in tensors]
         try:
             yield

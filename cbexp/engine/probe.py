@@ -22,8 +22,10 @@ from cbexp.engine.shadow import Shadow
 from cbexp.engine.support import unsupported
 from cbexp.engine.types import CBSyncConfig, UnsupportedModelError
 
-# Two rows of different lengths: what a model computes once for a batch is wrong for one of them.
-PROMPT_LENGTHS = (8, 3)
+# Two rows of different lengths: what a model computes once for a batch is wrong for one of them. The longer one has at
+# least so many tokens, and half a block beyond the first: half precision shows it when attention forgets those.
+SHORT_PROMPT = 3
+MIN_LONG_PROMPT = 128
 NUM_NEW_TOKENS = 4
 # What rounding may do at any position. Random models of 80 layers reach 2e-5 in float32, those of 32 experts 5e-4.
 MAX_DIFFERENCE = 1e-3
@@ -78,7 +80,7 @@ def _check(
     generate: Generate,
     shadow: Shadow | None,
 ) -> None:
-    groups = _build_trial_groups(limits)
+    groups = _build_trial_groups(limits, config.page_size)
     settings = replace(
         config,
         num_blocks=None,
@@ -96,10 +98,13 @@ def _check(
     )
     with exclusive_use(model):
         try:
-            with _refusing(model, "its forward fails on a paged cache"), _recorded_logits(model) as logits:
+            with (
+                _refusing(model, "its forward fails on a paged cache"),
+                _recorded_logits(model, len(groups)) as logits,
+            ):
                 token_ids = generate(settings, groups)
         except UnsupportedModelError:
-            if _has_finite_logits(model, groups):
+            if _has_finite_logits(model, groups, shadow):
                 raise
             return  # the model's own affair: its requests fail, and say so
         with (
@@ -124,13 +129,14 @@ def _refusing(model: PreTrainedModel, what_fails: str) -> Iterator[None]:
         raise unsupported(model, f"{what_fails} ({type(error).__name__}: {first_line})") from error
 
 
-def _build_trial_groups(limits: RequestLimits) -> list[PromptGroup]:
+def _build_trial_groups(limits: RequestLimits, page_size: int) -> list[PromptGroup]:
     """Prompts of known tokens, the longest first, shorter where the model has few positions."""
-    num_fed = PROMPT_LENGTHS[0] + NUM_NEW_TOKENS - 1  # the last token is never fed back
+    prompt_lengths = max(MIN_LONG_PROMPT, page_size + page_size // 2), SHORT_PROMPT
+    num_fed = prompt_lengths[0] + NUM_NEW_TOKENS - 1  # the last token is never fed back
     if limits.positions.count is not None:
         num_fed = max(1, min(num_fed, limits.positions.count))
     num_new = min(NUM_NEW_TOKENS, num_fed)
-    lengths = [min(length, num_fed - num_new + 1) for length in PROMPT_LENGTHS]
+    lengths = [min(length, num_fed - num_new + 1) for length in prompt_lengths]
     return [
         PromptGroup(
             numbers=range(row, row + 1),
@@ -144,14 +150,14 @@ def _build_trial_groups(limits: RequestLimits) -> list[PromptGroup]:
 
 
 @contextmanager
-def _recorded_logits(model: PreTrainedModel) -> Iterator[list[Tensor]]:
+def _recorded_logits(model: PreTrainedModel, num_requests: int) -> Iterator[list[Tensor]]:
     """The logits [rows, vocab_size] of each batch and each step that the model runs in the body, of its requests."""
     logits: list[Tensor] = []
 
     def record(_model: Any, _args: Any, kwargs: dict[str, Any], output: Any) -> None:
         rows = output.logits.flatten(0, 1)
-        if len(rows) > len(PROMPT_LENGTHS):  # of a batch's every token
-            rows = rows[kwargs["logits_indices"][: len(PROMPT_LENGTHS)]]
+        if len(rows) > num_requests:  # of a batch's every token
+            rows = rows[kwargs["logits_indices"][:num_requests]]
         logits.append(rows.clone())
 
     with _hooked(model, record, with_kwargs=True):
@@ -204,10 +210,10 @@ def _run_plainly(model: PreTrainedModel, token_ids: Sequence[Sequence[int]], num
     return torch.stack(rows)
 
 
-def _has_finite_logits(model: PreTrainedModel, groups: Sequence[PromptGroup]) -> bool:
+def _has_finite_logits(model: PreTrainedModel, groups: Sequence[PromptGroup], shadow: Shadow | None) -> bool:
     with (
         _refusing(model, "its own forward fails without a cache"),
-        borrowed_for_inference(model, model.config._attn_implementation),
+        borrowed_for_inference(model, model.config._attn_implementation, shadow),
     ):
         # The last token is not fed.
         return bool(_run_plainly(model, [(*group.prompt_ids, 0) for group in groups], 1).isfinite().all())

@@ -308,12 +308,13 @@ def advance(
 
         finish.advance(buffers, next_ids, best_logits)
         return
-    _advance_plainly(buffers, next_ids, best_logits, logprobs)
+    advance_plainly(buffers, next_ids, best_logits, logprobs)
 
 
-def _advance_plainly(
+def advance_plainly(
     buffers: DecodeBuffers, next_ids: Tensor, best_logits: Tensor, logprobs: Tensor | None = None
 ) -> None:
+    """`advance` in plain torch, on any device."""
     rows = next_ids.shape[0]
     token_ids, positions = buffers.token_ids[:rows], buffers.positions[:rows]
     remaining, step = buffers.remaining[:rows], buffers.step.long().view(1)

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, DiffLlamaConfig, GPT2Config
 
 from cbexp.engine import CBSyncConfig, SyncCBDriver, UnsupportedModelError
+from cbexp.engine.attention.reference import paged_decode_reference
 from tests.engine.driving import drive
 from tests.engine.models import SHAPE, generate_greedily
 
@@ -57,6 +58,36 @@ def test_keys_or_values_that_a_model_changes_behind_the_cache(make_driver, new_m
         make_driver(model)
     expected = [generate_greedily(model, prompt, 12) for prompt in prompts]
     assert drive(make_driver(model, attn_implementation=own), prompts) == expected
+
+
+def forget_later_slots(num_slots):
+    """Paged attention that reads no more slots than that."""
+
+    def attend(query, key, value, pages, block_table, positions, *others):
+        right = paged_decode_reference(query, key, value, pages, block_table, positions, *others)
+        near = positions.clamp(max=num_slots - 1)
+        near_only = paged_decode_reference(query, key, value, pages.clone(), block_table, near, *others)
+        return torch.where((positions < num_slots)[:, None, None], right, near_only)
+
+    return attend
+
+
+def read_the_first_block_alone(query, key, value, pages, block_table, *others):
+    paged_decode_reference(query, key, value, pages, block_table, *others)  # which writes, too
+    first = block_table[:, :1].expand_as(block_table)
+    return paged_decode_reference(query, key, value, pages.clone(), first, *others)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("page_size", [16, 256])
+@pytest.mark.parametrize("attend", [forget_later_slots(64), read_the_first_block_alone])
+def test_paged_attention_that_forgets(make_driver, new_model, monkeypatch, attend, page_size, dtype):
+    """Steps and their self-check share it."""
+    model = new_model("qwen3", max_position_embeddings=512).to(dtype)
+    make_driver(model, page_size=page_size)
+    monkeypatch.setattr("cbexp.engine.attention.attention.paged_decode_attention", attend)
+    with pytest.raises(UnsupportedModelError, match="on a paged cache its logits differ"):
+        make_driver(model, page_size=page_size)
 
 
 def test_half_precision_refuses_what_is_wrong_and_takes_what_rounds(make_driver, new_model):

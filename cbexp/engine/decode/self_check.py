@@ -8,15 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from cbexp.engine.buffers import DecodeBuffers
+from cbexp.engine.buffers import NOT_FINITE, DecodeBuffers
 from cbexp.engine.decode.step import StepRunner
 from cbexp.engine.decode.synthetic_rows import SyntheticRows
 from cbexp.engine.forward import Forward
-from cbexp.engine.sampling import HeadInputs, advance, compute_logits
+from cbexp.engine.sampling import HeadInputs, advance_plainly, compute_logits
 from cbexp.engine.types import EngineError
 
 # A mean over fewer rows is mostly noise; the maximum bounds those.
@@ -100,11 +101,13 @@ def check_bucket(
     max_positions: int,
     tolerance: Tolerance | None = None,
 ) -> SelfCheckResult:
-    """Run one step of `bucket` rows three ways: eagerly by `reference`, by `forward`, and by `runner`.
+    """Run one step of `bucket` rows three ways: eagerly by `reference`, by `forward`, and by `runner`; then bursts.
 
     Compared are the logits of both forwards, the runner's tokens and the logit that it leaves behind of each, what each
-    writes to the cache and where, and how the runner's rows advance. Buffers and cache are as before afterwards,
-    whatever they hold. The model's vocabulary and positions are not left. `tolerance` None: that of the cache's dtype.
+    writes to the cache and where, and how the runner's rows advance. A burst of a few steps, in which rows end by their
+    limits, is compared with `reference` on the burst's own tokens; in another one a row ends by an EOS. That is four
+    eager forwards and seven steps. Buffers and cache are as before afterwards, whatever they hold. The model's
+    vocabulary and positions are not left. `tolerance` None: that of the cache's dtype.
 
     Raises:
         EngineError: they differ by more than rounding does; the message has bucket, mode and error.
@@ -116,30 +119,57 @@ def check_bucket(
         logits, cache = check.run_forward(reference, "the reference")
         if not bool(logits.isfinite().all()):
             raise EngineError("The model's own logits are not finite: look at its weights.")
+        vocab_size = logits.shape[-1]
         own_logits, own_cache = check.run_forward(forward, "the forward")
-        tokens, best_logits, run_cache = check.run_step(runner)
-    check.require_known(tokens, vocab_size=logits.shape[-1])
+        step = check.run_steps(runner, 1, vocab_size)
+        burst = check.run_steps(runner, rows.num_steps, vocab_size)
+        burst_lag, burst_logprob_error, burst_cache_error = check.compare_burst(
+            burst, reference, logits, cache
+        )
+        eos_id = int(burst.token_ids[:2, 0][-1])
+        check.run_steps(runner, rows.num_steps, vocab_size, eos_id)
+    tokens, best_logits = step.token_ids[0, check.is_active], step.best_logits[check.is_active]
     spacing = _spacing_of_best(logits)
     logprobs = logits.float().log_softmax(-1)
     logprob_errors = _best_logprob_errors(logprobs, own_logits.float().log_softmax(-1))
-    # How much less likely than the best one each token is by the reference.
-    lag = logprobs.amax(-1) - logprobs.gather(1, tokens[:, None])[:, 0]
+    is_greedy = check.is_greedy[check.is_active]
+    lag = _lag(logprobs, tokens)[is_greedy]
     logit_errors = (best_logits - logits.gather(1, tokens[:, None])[:, 0].float()).abs()
     result = SelfCheckResult(
         bucket=bucket,
         num_rows=len(tokens),
         num_other_tokens=int((lag > 0).sum()),
         mean_logprob_error=float(logprob_errors.mean()),
-        max_logprob_error=float(logprob_errors.max()),
+        max_logprob_error=float(torch.cat([logprob_errors, burst_logprob_error]).max()),
         mean_logit_error=float(logit_errors.mean()),
         max_logit_error=float(logit_errors.max()),
-        max_cache_error=max(_cache_error(cache, own_cache), _cache_error(cache, run_cache)),
+        max_cache_error=max(
+            _cache_error(cache, own_cache), _cache_error(cache, step.cache), burst_cache_error
+        ),
         mean_logit_spacing=float(spacing.mean()),
         max_logit_spacing=float(spacing.max()),
         rounding_noise=_rounding_noise(logits, num_layers=len(buffers.layers)),
     )
-    check.require(result, float(lag.max()), tolerance)
+    check.require(result, float(torch.cat([lag, burst_lag]).max()), tolerance)
     return result
+
+
+class _Steps(NamedTuple):
+    """What steps have made: `token_ids` int64 [num_steps, bucket], -1 for inactive rows.
+
+    `logprobs` float32 [num_steps, bucket, 4] of sampled steps, as `SamplingBuffers` has them; None of greedy ones.
+    `best_logits` float32 [bucket] is of the last step, `cache` of each layer what was written in all of them.
+    """
+
+    token_ids: Tensor
+    logprobs: Tensor | None
+    best_logits: Tensor
+    cache: list[Tensor]
+
+    @property
+    def counts(self) -> Tensor:
+        """How many steps each row was active in."""
+        return _count_steps(self.token_ids)
 
 
 class _Check:
@@ -150,32 +180,63 @@ class _Check:
         self._mode = mode
         self._buffers = buffers
         self._cut = buffers.rows(rows.bucket)
-        self._is_active = torch.tensor([p >= 0 for p in rows.positions], device=buffers.device)
+        self.is_active = torch.tensor([p >= 0 for p in rows.positions], device=buffers.device)
+        self._once = self.is_active.long()
+        # Drawn tokens are not the most likely ones: their log-probabilities are checked.
+        self.is_greedy = torch.ones_like(self.is_active)
+        if buffers.sampling is not None:
+            self.is_greedy[1::2] = False
 
     def run_forward(
         self, forward: Callable[[Tensor, Tensor], Tensor | HeadInputs], name: str
     ) -> tuple[Tensor, list[Tensor]]:
-        """The active rows' logits, and what was written to the cache."""
+        """The active rows' logits in the first step, and what was written to the cache."""
         self.rows.reset()
-        logits = compute_logits(forward(self._cut.token_ids, self._cut.positions))[self._is_active]
-        self._require_kept_slots(name)
-        return logits, self.rows.read_new()
+        logits = compute_logits(forward(self._cut.token_ids, self._cut.positions))[self.is_active]
+        self._require_kept_slots(self._once, name)
+        return logits, self.rows.read_new(self._once)
 
-    def run_step(self, runner: StepRunner) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """The active rows' tokens int64 and their logits float32, and what was written to the cache."""
+    def run_steps(self, runner: StepRunner, num_steps: int, vocab_size: int, eos_id: int = -1) -> _Steps:
+        """Run steps from the start; a row that makes `eos_id` ends."""
+        self.rows.reset(eos_id)
+        runner.run(self.rows.bucket, num_steps)
+        token_ids, best_logits = self._cut.outputs[:num_steps].long(), self._cut.best_logits.clone()
+        sampling = self._cut.sampling
+        logprobs = None if sampling is None else sampling.logprobs[:num_steps].clone()
+        self._require_known(token_ids, vocab_size)
+        self._require_advanced(token_ids, logprobs, eos_id)
+        counts = _count_steps(token_ids)
+        self._require_kept_slots(counts, "the step")
+        return _Steps(token_ids, logprobs, best_logits, self.rows.read_new(counts))
+
+    def compare_burst(
+        self,
+        burst: _Steps,
+        reference: Callable[[Tensor, Tensor], Tensor],
+        logits: Tensor,
+        cache: Sequence[Tensor],
+    ) -> tuple[Tensor, Tensor, float]:
+        """How far each greedy token is from the best, the errors of log-probabilities, and that of the cache.
+
+        By the reference on the burst's tokens.
+
+        `logits` and `cache` are what the reference has made of the first step.
+        """
         self.rows.reset()
-        runner.run(self.rows.bucket, 1)
-        self._require_kept_slots("the step")
-        tokens, best_logits = self._cut.outputs[0].long(), self._cut.best_logits.clone()
-        cache = self.rows.read_new()
-        self._require_advanced(tokens)
-        return tokens[self._is_active], best_logits[self._is_active], cache
-
-    def require_known(self, tokens: Tensor, *, vocab_size: int) -> None:
-        """Raise for a token outside of the vocabulary."""
-        highest = int(tokens.max())
-        if highest >= vocab_size:
-            raise self._failure(f"token {highest} is not in the vocabulary of {vocab_size}")
+        self.rows.write_new(self._once, cache)
+        lags, errors = [], [torch.zeros(1, device=logits.device)]
+        for step, token_ids in enumerate(burst.token_ids):
+            is_active = token_ids >= 0
+            if step > 0:
+                logits = reference(self._cut.token_ids, self._cut.positions)[is_active]
+            expected = logits.float().log_softmax(-1)
+            lags.append(_lag(expected, token_ids[is_active])[self.is_greedy[is_active]])
+            of_step = None if burst.logprobs is None else burst.logprobs[step]
+            if of_step is not None:  # all temperatures are 1, or count as that
+                of_token = expected.gather(1, token_ids[is_active][:, None])[:, 0]
+                errors.append((of_step[is_active, 0] - of_token).abs())
+            self._advance(token_ids, of_step)
+        return torch.cat(lags), torch.cat(errors), _cache_error(self.rows.read_new(burst.counts), burst.cache)
 
     def require(self, result: SelfCheckResult, max_lag: float, tolerance: Tolerance) -> None:
         """Raise unless all errors are within `tolerance`; a NaN is not."""
@@ -197,26 +258,52 @@ class _Check:
             if not error <= bound:
                 raise self._failure(f"{what} {error:.4g}, where rounding makes {bound:g} at most")
 
-    def _require_kept_slots(self, name: str) -> None:
-        layer = self.rows.find_overwritten()
+    def _require_known(self, token_ids: Tensor, vocab_size: int) -> None:
+        """Raise for a token outside of the vocabulary, and for none since its logits were not finite."""
+        if bool((token_ids == NOT_FINITE).any()):
+            raise self._failure("the step's logits are not finite")
+        highest = int(token_ids.max())
+        if highest >= vocab_size:
+            raise self._failure(f"token {highest} is not in the vocabulary of {vocab_size}")
+
+    def _require_kept_slots(self, counts: Tensor, name: str) -> None:
+        layer = self.rows.find_overwritten(counts)
         if layer is not None:
             raise self._failure(f"{name} changed keys or values in layer {layer} that were not its to write")
 
-    def _require_advanced(self, tokens: Tensor) -> None:
-        """The rows' state, but for the logits left behind, is what plain `advance` makes of the step's tokens."""
-        no_logits = torch.zeros_like(self._cut.best_logits)
-        self._cut.best_logits.copy_(no_logits)  # those of inactive rows may be NaN, which equals nothing
-        after = [tensor.clone() for tensor in self._cut.state()]
-        self.rows.reset()
-        advance(self._cut, tokens.clamp(min=0), no_logits)
-        if not all(map(torch.equal, after, self._cut.state())):
+    def _require_advanced(self, token_ids: Tensor, logprobs: Tensor | None, eos_id: int) -> None:
+        """All state, but for the logits left behind, is what plain torch makes of the steps' tokens."""
+        self._buffers.best_logits.zero_()  # those of inactive rows may be NaN, which equals nothing
+        after = [tensor.clone() for tensor in self._buffers.state()]
+        self.rows.reset_state(eos_id)
+        for step, of_step in enumerate(token_ids):
+            self._advance(of_step, None if logprobs is None else logprobs[step])
+        self._buffers.best_logits.zero_()
+        if not all(_same_bits(*pair) for pair in zip(after, self._buffers.state(), strict=True)):
             raise self._failure("the rows did not advance as their tokens say")
+
+    def _advance(self, token_ids: Tensor, logprobs: Tensor | None) -> None:
+        advance_plainly(self._cut, token_ids.clamp(min=0), torch.zeros_like(self._cut.best_logits), logprobs)
 
     def _failure(self, what: str) -> EngineError:
         return EngineError(
             f"Self-check of compile mode {self._mode}, batch of {self.rows.bucket} rows: {what}. The decode step does "
             "not compute what the model's own code does; run with another mode or fusion, or report this."
         )
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are equal, NaNs included."""
+    return torch.equal(a.view(torch.uint8) if a.dim() else a, b.view(torch.uint8) if b.dim() else b)
+
+
+def _count_steps(token_ids: Tensor) -> Tensor:
+    return (token_ids >= 0).sum(0)
+
+
+def _lag(logprobs: Tensor, token_ids: Tensor) -> Tensor:
+    """How much less likely [rows] than the best one each row's token is."""
+    return logprobs.amax(-1) - logprobs.gather(1, token_ids[:, None])[:, 0]
 
 
 def _best_logprob_errors(expected: Tensor, actual: Tensor) -> Tensor:
