@@ -172,6 +172,25 @@ class SyncCBDriver(ModelDriver):
         self._version = self._version + 1 if version is None else version
         self._is_version_new = True
 
+    def sleep(self) -> None:
+        """Let others have the cache's memory. What was captured or compiled stays, and finds it again after `wake`.
+
+        Whatever needs the cache wakes the driver by itself. Harmless when it sleeps, or has no cache yet.
+        """
+        self._check_usable("sleep")
+        if self._engine is not None:
+            with deferring_interrupts():
+                self._engine.batcher.give_up_memory()
+
+    def wake(self) -> None:
+        """Have the cache back after `sleep`, ahead of the drive that would wake the driver; harmless when it is awake.
+
+        Raises `CacheMemoryError` when the device has no room for it; the driver sleeps on then.
+        """
+        self._check_usable("wake")
+        if self._engine is not None:
+            self._engine.wake()
+
     def close(self) -> None:
         """Free cache and graphs. Safe to call twice; any other use of the driver afterwards is an `EngineError`.
 
@@ -188,6 +207,7 @@ class SyncCBDriver(ModelDriver):
         with self._borrowed() as borrow:
             need = self._measure([group.lengths for group in groups])
             engine = self._engine = self._engine_for(need)
+            engine.wake()
             margin = choose_safety_margin(need.num_blocks, engine.batcher.num_blocks)
             sampling = self._sampling_of(groups)
             engine.batcher.begin(book, sampling, margin, engine.decoder.max_rows)
@@ -240,6 +260,7 @@ class SyncCBDriver(ModelDriver):
     def _begun(self, engine: _Engine) -> Iterator[None]:
         """Let the engine have the model for the body, without requests."""
         with self._borrowed():
+            engine.wake()
             try:
                 with engine.batcher.on_stream():
                     engine.decoder.begin(self._sampling_of(()))
@@ -269,7 +290,7 @@ class SyncCBDriver(ModelDriver):
             return self._build(need)
         if self._config.num_blocks is not None or engine.size.suits(need):
             return engine
-        could_be = self._size(need, held_bytes=engine.batcher.cache_bytes, present=engine.size)
+        could_be = self._size(need, held_bytes=engine.batcher.held_bytes, present=engine.size)
         if engine.size.gives_way_to(could_be, need):
             self._drop()
             return self._build(need)
@@ -346,6 +367,16 @@ class _Engine:
     batcher: Batcher
     decoder: Decoder | _UpstreamSteps
     size: CacheSize
+
+    def wake(self) -> None:
+        """Have the cache's memory, if it was given up."""
+        try:
+            with deferring_interrupts():
+                self.batcher.take_memory_back()
+        except CacheMemoryError as error:
+            raise CacheMemoryError(
+                f"{error} The driver still sleeps: free memory there, and wake it again."
+            ) from error
 
     def reset(self) -> None:
         """Forget all requests, and give the model's modules back."""

@@ -30,6 +30,7 @@ from cbexp.engine.support import read_positions
 from cbexp.engine.types import CBSyncConfig, StepInfo, StepKind
 from cbexp.engine.upstream.admission import Admission
 from cbexp.engine.upstream.build import (
+    PagedCache,
     build_page_pools,
     build_processor,
     build_request_state,
@@ -75,7 +76,7 @@ class Batcher:
         self._sampling = DriveSampling((), seed=0, vocab_size=1)
         self._device, self._dtype = model.device, model.dtype
         self._processor = build_processor(model, settings)
-        self._cache = self._processor.cache
+        self._cache = cast(PagedCache, self._processor.cache)
         self._scheduler: Any = self._processor.scheduler  # with AdmissionControl
         # One set of buffers, since the processor is built without async batching.
         self._inputs = cast(ContinuousBatchingIOs, self._processor.inputs_and_outputs)
@@ -268,6 +269,25 @@ class Batcher:
         """Wait for all that was put on the stream."""
         if self._inputs.compute_stream is not None:
             self._inputs.compute_stream.synchronize()
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that the cache has of the device now."""
+        return self.cache_bytes if self._cache.memory.is_held else 0
+
+    def give_up_memory(self) -> None:
+        """Let others have the cache's memory until `take_memory_back`; outside of a drive. Harmless when it is done."""
+        if self._cache.memory.is_held:
+            self._cache.memory.give_up()
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()  # of what this stream has used and PyTorch keeps, others would get nothing
+
+    def take_memory_back(self) -> None:
+        """Have an empty cache again, where it was; harmless when it is there. Raises `CacheMemoryError`."""
+        if not self._cache.memory.is_held:
+            self._cache.memory.take_back()
+            with self.on_stream():
+                self._cache.clear()
 
     def close(self) -> None:
         """Give the cache's memory back to the device, which must have been waited for; unusable afterwards."""

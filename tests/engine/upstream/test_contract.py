@@ -68,6 +68,25 @@ def test_processor_and_cache_are_built_from_these_parts():
     assert set(SCHEDULER_MAPPING) == {"fifo", "prefill_first"}
 
 
+@relied_on_by(build.PagedCache.__init__)
+def test_a_cache_takes_another_tensor_and_has_none_of_its_own(make_processor):
+    cache = make_processor("gemma3").cache
+    for allocator in cache.cache_allocators.values():
+        assert parameters(type(allocator).register_cache_tensor) == {
+            *("bytes_per_sector", "non_trash_bytes", "cache_tensor", "pool"),
+        }
+        assert allocator.pool is cache.pool
+    tensors = [
+        value
+        for owner in (cache, *cache.cache_allocators.values())
+        for value in vars(owner).values()
+        if isinstance(value, torch.Tensor)
+    ]
+    assert len(tensors) == 1 + 2 * len(cache.cache_allocators)
+    assert {tensor.data_ptr() for tensor in tensors} == {cache.cache_tensor.data_ptr()}
+    assert cache.device == torch.device("cpu")
+
+
 @relied_on_by(build._resolve_config)
 def test_no_setting_is_new():
     """A setting that upstream adds would be left to upstream's own choice: decide on it."""
