@@ -16,9 +16,10 @@ from cbexp.engine.borrow import Borrow, borrowed_for_inference, exclusive_use, r
 from cbexp.engine.interrupts import deferring_interrupts
 from cbexp.engine.model_driver import ModelDriver
 from cbexp.engine.probe import require_own_forward
-from cbexp.engine.requests import GroupLengths, PromptGroup, RequestBook, RequestLimits
+from cbexp.engine.requests import GroupLengths, PromptGroup, RequestBook, RequestLimits, check_sampling
 from cbexp.engine.row_sampling import DriveSampling
 from cbexp.engine.sampling import HeadInputs
+from cbexp.engine.scoring import ScoredGroup, group_completions
 from cbexp.engine.settings import check_config, check_count, check_device
 from cbexp.engine.sizing import (
     CacheNeed,
@@ -29,7 +30,7 @@ from cbexp.engine.sizing import (
     measure_need,
     size_cache,
 )
-from cbexp.engine.types import CacheMemoryError, CBSyncConfig, EngineError, StepInfo
+from cbexp.engine.types import CacheMemoryError, CBSyncConfig, EngineError, Sampling, Scores, StepInfo
 
 if TYPE_CHECKING:
     from cbexp.engine.decode import Decoder, DecodeRecord
@@ -172,6 +173,30 @@ class SyncCBDriver(ModelDriver):
         self._version = self._version + 1 if version is None else version
         self._is_version_new = True
 
+    def score(
+        self,
+        prompts: Sequence[Sequence[int]],
+        completions: Sequence[Sequence[int]],
+        *,
+        temperature: float | None = None,
+    ) -> list[Scores]:
+        """The log-probabilities of given completions under the model as it is now, in their order; no token is made.
+
+        `completions[i]` continues `prompts[i]`, and may be empty. Adjacent equal prompts are read once.
+        `logprobs_model` is at `temperature` (None: that of the driver's sampling), where 0 counts as 1. A model in
+        another state, with its adapter off for one, leaves what was compiled and captured valid. Queued requests wait.
+
+        Raises `ValueError`, by index, for what cannot be scored; `CacheMemoryError` and `EngineError` as a drive does.
+        """
+        self._check_usable("score")
+        limits = self._request_limits()
+        if temperature is None:
+            temperature = self._decoding.sampling.temperature
+        check_sampling("score", Sampling(temperature), limits.vocab_size, limits.reads_text)
+        groups = group_completions(prompts, completions, limits)
+        scores = self._score(groups, temperature) if groups else {}
+        return [scores.get(index, Scores((), ())) for index in range(len(prompts))]
+
     def sleep(self) -> None:
         """Let others have the cache's memory. What was captured or compiled stays, and finds it again after `wake`.
 
@@ -221,6 +246,22 @@ class SyncCBDriver(ModelDriver):
             finally:
                 with deferring_interrupts():
                     self._unfinished = engine.batcher.partial_completions()
+                    engine.reset()
+
+    def _score(self, groups: list[ScoredGroup], temperature: float) -> dict[int, Scores]:
+        with self._borrowed():
+            need = self._measure([group.lengths for group in groups])
+            engine = self._engine
+            # A cache that is too small for all at once does: one that were built anew would cost graphs.
+            if engine is None or not engine.batcher.suits(self._model) or not engine.size.holds_longest(need):
+                engine = self._engine = self._engine_for(need)
+            engine.wake()
+            margin = choose_safety_margin(need.num_blocks, engine.batcher.num_blocks)
+            try:
+                with engine.batcher.on_stream(), engine.decoder.reading() as forward:
+                    return engine.batcher.score(groups, forward, temperature, margin, engine.decoder.max_rows)
+            finally:
+                with deferring_interrupts():
                     engine.reset()
 
     def _report_step(self, info: StepInfo, engine: _Engine, borrow: Borrow) -> None:
@@ -313,7 +354,7 @@ class SyncCBDriver(ModelDriver):
         try:
             return size_cache(need, model.config, model.dtype, self._config, free_bytes)
         except CacheMemoryError:
-            if present is None or present.num_blocks < need.longest_blocks:
+            if present is None or not present.holds_longest(need):
                 raise
             return present
 
@@ -415,6 +456,9 @@ class _UpstreamSteps:
 
     def prefill(self, batch: dict[str, Any], num_rows: int) -> Tensor | HeadInputs:
         return self._forward.prefill(batch, num_rows)
+
+    def reading(self) -> AbstractContextManager[Forward]:
+        return nullcontext(self._forward)
 
     def time_steps(self, *_asked: int) -> list[float]:
         raise EngineError("Decode steps alone can be timed with attn_implementation='cbexp' only.")

@@ -22,12 +22,14 @@ from transformers.generation.continuous_batching.requests import (
 )
 
 from cbexp.engine.buffers import NOT_FINITE, DecodeRow, PagePool, RowSampling
+from cbexp.engine.forward import Forward
 from cbexp.engine.requests import PromptGroup, RequestBook, RowTokens
 from cbexp.engine.row_sampling import DriveSampling
 from cbexp.engine.sampling import HeadInputs, choose
+from cbexp.engine.scoring import ScoredGroup
 from cbexp.engine.stop_strings import FoundStop, find_stop_string
 from cbexp.engine.support import read_positions
-from cbexp.engine.types import CBSyncConfig, StepInfo, StepKind
+from cbexp.engine.types import CBSyncConfig, Scores, StepInfo, StepKind
 from cbexp.engine.upstream.admission import Admission
 from cbexp.engine.upstream.build import (
     PagedCache,
@@ -40,6 +42,7 @@ from cbexp.engine.upstream.build import (
     max_request_tokens,
     on_cpu_by_default,
 )
+from cbexp.engine.upstream.scoring import Scorer
 
 
 class RunsPrompts(Protocol):
@@ -72,7 +75,7 @@ class Batcher:
 
     def __init__(self, model: PreTrainedModel, settings: CBSyncConfig, tokenizer: Any = None) -> None:
         self._tokenizer = tokenizer
-        self._wants_logprobs = settings.logprobs
+        self._wants_logprobs, self._fp32_head = settings.logprobs, settings.fp32_head
         self._sampling = DriveSampling((), seed=0, vocab_size=1)
         self._device, self._dtype = model.device, model.dtype
         self._processor = build_processor(model, settings)
@@ -180,6 +183,22 @@ class Batcher:
             num_finished=num_ended + self._record_outputs(end_s),
             cache_used_fraction=used_fraction,
         )
+
+    def score(
+        self,
+        groups: Sequence[ScoredGroup],
+        forward: Forward,
+        temperature: float,
+        safety_margin: float,
+        num_slots: int,
+    ) -> dict[int, Scores]:
+        """Scores of the groups' completions by their places in the call; to be followed by `reset`, as a drive is.
+
+        `safety_margin` and `num_slots` as in `begin`.
+        """
+        self._scheduler.num_slots = num_slots
+        self._scheduler.safety_margin = safety_margin
+        return Scorer(self._processor, forward, temperature, fp32_head=self._fp32_head).run(groups)
 
     def open_burst(self, max_rows: int, choose_length: Callable[[list[int], bool], int]) -> BurstRows | None:
         """Choose and reserve a burst over the first `max_rows` requests that decode.

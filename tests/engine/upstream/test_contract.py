@@ -23,6 +23,7 @@ from cbexp.engine import CBSyncConfig, sizing, support
 from cbexp.engine.requests import GroupLengths
 from cbexp.engine.upstream import Batcher, build
 from cbexp.engine.upstream.admission import AdmissionControl
+from cbexp.engine.upstream.scoring import Scorer
 from tests.engine.upstream.processors import new_group, run_step, settings_for, submit
 
 
@@ -126,6 +127,10 @@ NAMES = [
     (Batcher._make_room_for_forks, "processor", ("scheduler._requests_to_fork", "cache.evict_cached_blocks")),
     (Batcher.reset, "processor", ("offloading_manager.reset", "scheduler.reset", "cache.pool.reset")),
     (Batcher.reset, "allocator", ("block_table.clear", "ledger.reset")),
+    (Scorer.run, "processor", ("cache.use_prefix_sharing", "scheduler.has_pending_requests")),
+    (Scorer._add_completions, "scheduler", ("active_requests", "waiting_requests")),
+    (Scorer._add_completions, "request", ("num_children", "initial_tokens", "remaining_prefill_tokens")),
+    (Scorer._score_batch, "inputs", ("num_q_tokens", "device", "config.vocab_size", "requests_in_batch")),
     (build._page_pool, "allocator", ("cache_tensor", "tokens_per_page", "block_physical_stride")),
     (build._page_pool, "allocator", ("blocks_per_sector", "layer_indices", "layer_type", "head_dim")),
     (build.describe_processor, "processor", ("cb_config.cuda_graph_booleans", "cache.use_prefix_sharing")),
