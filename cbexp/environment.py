@@ -17,6 +17,7 @@ import torch
 import transformers
 
 import cbexp
+from cbexp.engine import memory
 from cbexp.gpu_state import find_gpu_processes, find_gpu_states
 from cbexp.metrics import MemoryUse
 from cbexp.provenance import PACKAGES, describe_source, output_of, version_of
@@ -82,11 +83,13 @@ def measure_memory(device: torch.device) -> MemoryUse:
     peak_host_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT_BYTES / GIB
     if device.type != "cuda":
         return MemoryUse(None, None, None, None, peak_host_gib)
+    # Of the engine's cache, which PyTorch does not know of. In a run it stays to the end: the peaks are of one time.
+    held, peak_held = memory.held_bytes(device), memory.peak_held_bytes(device)
     return MemoryUse(
-        allocated_gib=torch.cuda.memory_allocated(device) / GIB,
-        reserved_gib=torch.cuda.memory_reserved(device) / GIB,
-        peak_allocated_gib=torch.cuda.max_memory_allocated(device) / GIB,
-        peak_reserved_gib=torch.cuda.max_memory_reserved(device) / GIB,
+        allocated_gib=(torch.cuda.memory_allocated(device) + held) / GIB,
+        reserved_gib=(torch.cuda.memory_reserved(device) + held) / GIB,
+        peak_allocated_gib=(torch.cuda.max_memory_allocated(device) + peak_held) / GIB,
+        peak_reserved_gib=(torch.cuda.max_memory_reserved(device) + peak_held) / GIB,
         peak_host_gib=peak_host_gib,
     )
 
@@ -95,6 +98,7 @@ def reset_peak_memory(device: torch.device) -> None:
     """Reset the device's peaks. A CPU has none."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+        memory.reset_peak(device)
 
 
 def release_memory() -> int:
@@ -103,7 +107,8 @@ def release_memory() -> int:
         torch._dynamo.reset()
     gc.collect()
     torch.cuda.empty_cache()
-    return sum(torch.cuda.memory_allocated(index) for index in range(torch.cuda.device_count()))
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    return sum(torch.cuda.memory_allocated(device) + memory.held_bytes(device) for device in devices)
 
 
 def synchronize(device: torch.device) -> None:

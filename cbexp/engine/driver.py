@@ -16,9 +16,10 @@ from cbexp.engine.borrow import Borrow, borrowed_for_inference, exclusive_use, r
 from cbexp.engine.interrupts import deferring_interrupts
 from cbexp.engine.model_driver import ModelDriver
 from cbexp.engine.probe import require_own_forward
-from cbexp.engine.requests import GroupLengths, PromptGroup, RequestBook, RequestLimits
+from cbexp.engine.requests import GroupLengths, PromptGroup, RequestBook, RequestLimits, check_sampling
 from cbexp.engine.row_sampling import DriveSampling
 from cbexp.engine.sampling import HeadInputs
+from cbexp.engine.scoring import ScoredGroup, group_completions
 from cbexp.engine.settings import check_config, check_count, check_device
 from cbexp.engine.shadow import Shadow
 from cbexp.engine.sizing import (
@@ -31,7 +32,7 @@ from cbexp.engine.sizing import (
     size_cache,
 )
 from cbexp.engine.support import list_wrappers
-from cbexp.engine.types import CacheMemoryError, CBSyncConfig, EngineError, StepInfo
+from cbexp.engine.types import CacheMemoryError, CBSyncConfig, EngineError, Sampling, Scores, StepInfo
 
 if TYPE_CHECKING:
     from cbexp.engine.decode import Decoder, DecodeRecord
@@ -180,6 +181,49 @@ class SyncCBDriver(ModelDriver):
         self._version = self._version + 1 if version is None else version
         self._is_version_new = True
 
+    def score(
+        self,
+        prompts: Sequence[Sequence[int]],
+        completions: Sequence[Sequence[int]],
+        *,
+        temperature: float | None = None,
+    ) -> list[Scores]:
+        """The log-probabilities of given completions under the model as it is now, in their order; no token is made.
+
+        `completions[i]` continues `prompts[i]`, and may be empty. Adjacent equal prompts are read once.
+        `logprobs_model` is at `temperature` (None: that of the driver's sampling), where 0 counts as 1. A model in
+        another state, with its adapter off for one, leaves what was compiled and captured valid. Queued requests wait.
+
+        Raises `ValueError`, by index, for what cannot be scored; `CacheMemoryError` and `EngineError` as a drive does.
+        """
+        self._check_usable("score")
+        limits = self._request_limits()
+        if temperature is None:
+            temperature = self._decoding.sampling.temperature
+        check_sampling("score", Sampling(temperature), limits.vocab_size, limits.reads_text)
+        groups = group_completions(prompts, completions, limits)
+        scores = self._score(groups, temperature) if groups else {}
+        return [scores.get(index, Scores((), ())) for index in range(len(prompts))]
+
+    def sleep(self) -> None:
+        """Let others have the cache's memory. What was captured or compiled stays, and finds it again after `wake`.
+
+        Whatever needs the cache wakes the driver by itself. Harmless when it sleeps, or has no cache yet.
+        """
+        self._check_usable("sleep")
+        if self._engine is not None:
+            with deferring_interrupts():
+                self._engine.batcher.give_up_memory()
+
+    def wake(self) -> None:
+        """Have the cache back after `sleep`, ahead of the drive that would wake the driver; harmless when it is awake.
+
+        Raises `CacheMemoryError` when the device has no room for it; the driver sleeps on then.
+        """
+        self._check_usable("wake")
+        if self._engine is not None:
+            self._engine.wake()
+
     def close(self) -> None:
         """Free cache, graphs and copies of weights. Safe to call twice; any other use afterwards is an `EngineError`.
 
@@ -197,6 +241,7 @@ class SyncCBDriver(ModelDriver):
         with self._borrowed() as borrow:
             need = self._measure([group.lengths for group in groups])
             engine = self._engine = self._engine_for(need)
+            engine.wake()
             margin = choose_safety_margin(need.num_blocks, engine.batcher.num_blocks)
             sampling = self._sampling_of(groups)
             engine.batcher.begin(book, sampling, margin, engine.decoder.max_rows)
@@ -210,6 +255,22 @@ class SyncCBDriver(ModelDriver):
             finally:
                 with deferring_interrupts():
                     self._unfinished = engine.batcher.partial_completions()
+                    engine.reset()
+
+    def _score(self, groups: list[ScoredGroup], temperature: float) -> dict[int, Scores]:
+        with self._borrowed():
+            need = self._measure([group.lengths for group in groups])
+            engine = self._engine
+            # A cache that is too small for all at once does: one that were built anew would cost graphs.
+            if engine is None or not engine.batcher.suits(self._model) or not engine.size.holds_longest(need):
+                engine = self._engine = self._engine_for(need)
+            engine.wake()
+            margin = choose_safety_margin(need.num_blocks, engine.batcher.num_blocks)
+            try:
+                with engine.batcher.on_stream(), engine.decoder.reading() as forward:
+                    return engine.batcher.score(groups, forward, temperature, margin, engine.decoder.max_rows)
+            finally:
+                with deferring_interrupts():
                     engine.reset()
 
     def _report_step(self, info: StepInfo, engine: _Engine, borrow: Borrow) -> None:
@@ -249,6 +310,7 @@ class SyncCBDriver(ModelDriver):
     def _begun(self, engine: _Engine) -> Iterator[None]:
         """Let the engine have the model for the body, without requests."""
         with self._borrowed():
+            engine.wake()
             try:
                 with engine.batcher.on_stream():
                     engine.decoder.begin(self._sampling_of(()))
@@ -278,7 +340,7 @@ class SyncCBDriver(ModelDriver):
             return self._build(need)
         if self._config.num_blocks is not None or engine.size.suits(need):
             return engine
-        could_be = self._size(need, held_bytes=engine.batcher.cache_bytes, present=engine.size)
+        could_be = self._size(need, held_bytes=engine.batcher.held_bytes, present=engine.size)
         if engine.size.gives_way_to(could_be, need):
             self._drop()
             return self._build(need)
@@ -301,7 +363,7 @@ class SyncCBDriver(ModelDriver):
         try:
             return size_cache(need, model.config, model.dtype, self._config, free_bytes)
         except CacheMemoryError:
-            if present is None or present.num_blocks < need.longest_blocks:
+            if present is None or not present.holds_longest(need):
                 raise
             return present
 
@@ -356,6 +418,16 @@ class _Engine:
     decoder: Decoder | _UpstreamSteps
     size: CacheSize
 
+    def wake(self) -> None:
+        """Have the cache's memory, if it was given up."""
+        try:
+            with deferring_interrupts():
+                self.batcher.take_memory_back()
+        except CacheMemoryError as error:
+            raise CacheMemoryError(
+                f"{error} The driver still sleeps: free memory there, and wake it again."
+            ) from error
+
     def reset(self) -> None:
         """Forget all requests, and give the model's modules back."""
         self.batcher.wait_for_device()
@@ -393,6 +465,9 @@ class _UpstreamSteps:
 
     def prefill(self, batch: dict[str, Any], num_rows: int) -> Tensor | HeadInputs:
         return self._forward.prefill(batch, num_rows)
+
+    def reading(self) -> AbstractContextManager[Forward]:
+        return nullcontext(self._forward)
 
     def time_steps(self, *_asked: int) -> list[float]:
         raise EngineError("Decode steps alone can be timed with attn_implementation='cbexp' only.")

@@ -122,11 +122,11 @@ class RequestQueue:
         num_generations = as_plain(num_generations)
         if type(num_generations) is not int or num_generations < 1:
             raise ValueError(f"num_generations={num_generations!r} must be an int of at least 1.")
-        _check_is_batch(prompt_ids_list)
+        check_batch("prompt_ids_list", prompt_ids_list)
         new_tokens = _resolve_max_new_tokens(
             max_new_tokens, self._default_max_new_tokens, len(prompt_ids_list)
         )
-        prompts = [_check_prompt(i, ids, limits.vocab_size) for i, ids in enumerate(prompt_ids_list)]
+        prompts = [check_prompt(i, ids, limits.vocab_size) for i, ids in enumerate(prompt_ids_list)]
         samplings = _resolve_sampling(sampling, self._default_sampling, len(prompts))
         for index, (prompt, new, own) in enumerate(zip(prompts, new_tokens, samplings, strict=True)):
             _check_length(index, len(prompt), new, limits)
@@ -288,30 +288,36 @@ def as_plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def _check_is_batch(prompts: object) -> None:
+def check_batch(name: str, prompts: object) -> None:
     """Refuse what is no collection: of a generator, the length is not known."""
     if not (isinstance(prompts, Sized) and isinstance(prompts, Iterable)):
         raise ValueError(
-            f"prompt_ids_list={prompts!r} is a {type(prompts).__name__}: it must be a list of prompts, each a list of "
-            "token ids."
+            f"{name}={prompts!r} is a {type(prompts).__name__}: it must be a list of lists of token ids."
         )
 
 
-def _check_prompt(index: int, prompt_ids: object, vocab_size: int) -> tuple[int, ...]:
-    if isinstance(prompt_ids, str) or not isinstance(prompt_ids, Iterable):
-        raise ValueError(f"prompts[{index}] is not a sequence of token ids: {prompt_ids!r}.")
-    ids = tuple(prompt_ids)
+def check_prompt(index: int, prompt_ids: object, vocab_size: int) -> tuple[int, ...]:
+    """The ids of a prompt, of which there must be one; raises `ValueError`."""
+    ids = check_token_ids(f"prompts[{index}]", prompt_ids, vocab_size)
     if not ids:
         raise ValueError(f"prompts[{index}] is empty: a prompt needs at least one token.")
+    return ids
+
+
+def check_token_ids(name: str, token_ids: object, vocab_size: int) -> tuple[int, ...]:
+    """The ids, plain and of the vocabulary; raises `ValueError`."""
+    if isinstance(token_ids, str) or not isinstance(token_ids, Iterable):
+        raise ValueError(f"{name} is not a sequence of token ids: {token_ids!r}.")
+    ids = tuple(token_ids)
     for position, token_id in enumerate(ids):
         if type(token_id) is not int:
             raise ValueError(
-                f"prompts[{index}][{position}] is {token_id!r} ({type(token_id).__name__}): token ids are plain ints."
+                f"{name}[{position}] is {token_id!r} ({type(token_id).__name__}): token ids are plain ints."
             )
-    if min(ids) < 0 or max(ids) >= vocab_size:
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
         bad = min(ids) if min(ids) < 0 else max(ids)
         raise ValueError(
-            f"prompts[{index}][{ids.index(bad)}] is {bad}: token ids of this model are 0 to {vocab_size - 1}."
+            f"{name}[{ids.index(bad)}] is {bad}: token ids of this model are 0 to {vocab_size - 1}."
         )
     return ids
 

@@ -80,9 +80,13 @@ class CacheSize:
         """Whether a round runs on this cache as on one that was made for it."""
         return self.num_blocks >= need.num_blocks and self.max_batch_tokens >= need.batch_tokens
 
+    def holds_longest(self, need: CacheNeed) -> bool:
+        """Whether a round can run on this cache at all, one request after the other if need be."""
+        return self.num_blocks >= need.longest_blocks
+
     def gives_way_to(self, other: CacheSize, need: CacheNeed) -> bool:
         """Whether a round that this one does not suit is better off, by more than a rebuild costs, with `other`."""
-        is_too_small = self.num_blocks < need.longest_blocks or self.max_batch_tokens < other.max_batch_tokens
+        is_too_small = not self.holds_longest(need) or self.max_batch_tokens < other.max_batch_tokens
         return is_too_small or other.suits(need) or other.num_blocks >= WORTH_A_REBUILD * self.num_blocks
 
 

@@ -136,6 +136,14 @@ class Completion(Sequence[int]):
 
 
 @dataclass(frozen=True)
+class Scores:
+    """Log-probabilities of a given completion's tokens, over the whole vocabulary: at a temperature, and at 1."""
+
+    logprobs_model: tuple[float, ...]
+    logprobs_raw: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class StepInfo:
     """One host-visible step: an ordinary step (`num_steps` = 1) or a burst of `num_steps` decode steps.
 

@@ -192,10 +192,12 @@ def test_close_gives_the_memory_back(new_model, make_driver, prompts):
     torch._dynamo.reset()  # graphs of tests before this one would keep their workspaces
     gc.collect()
     make_driver(model).close()  # and this gives those of their streams back
-    before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    before = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
     driver = make_driver(model, num_blocks=200_000, max_batch_tokens=64, compile_mode="cuda_graph")
-    assert torch.cuda.memory_allocated() - before[0] > 2**28
+    assert before[1] - torch.cuda.mem_get_info()[0] > 2**28
     drive(driver, prompts)
     driver.close()
     assert torch.cuda.memory_allocated() - before[0] < 2**20
-    assert torch.cuda.memory_reserved() - before[1] < 2**22
+    assert (
+        before[1] - torch.cuda.mem_get_info()[0] < 2**25
+    )  # what kernels that were loaded take is CUDA's own

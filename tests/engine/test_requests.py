@@ -20,7 +20,7 @@ MODEL_LIMIT = r"prompts\[0\]: 245 prompt \+ 12 new tokens = 257 exceed the model
 TWO = [[1], [2]]
 # Prompts, what else is said of them, the message.
 BAD = {
-    "no list": (None, {}, r"prompt_ids_list=None is a NoneType: it must be a list of prompts"),
+    "no list": (None, {}, r"prompt_ids_list=None is a NoneType: it must be a list of lists of token ids"),
     "a generator": (([1] for _ in range(2)), {}, r"prompt_ids_list=.* is a generator: it must be a list"),
     "empty": ([[1, 2], []], {}, r"prompts\[1\] is empty"),
     "above": ([[1], [2, 97]], {}, r"prompts\[1\]\[1\] is 97: token ids of this model are 0 to 96"),

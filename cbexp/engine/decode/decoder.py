@@ -26,7 +26,7 @@ from cbexp.engine.decode.self_check import SelfCheckResult, check_bucket, summar
 from cbexp.engine.decode.shapes import build_batch_shapes, choose_burst_length
 from cbexp.engine.decode.step import CompileStats, StepRunner
 from cbexp.engine.decode.timing import DeviceIdle, time_decode_steps
-from cbexp.engine.forward import ForwardChoice
+from cbexp.engine.forward import Forward, ForwardChoice
 from cbexp.engine.interrupts import deferring_interrupts
 from cbexp.engine.requests import RowTokens
 from cbexp.engine.row_sampling import DriveSampling
@@ -105,9 +105,7 @@ class Decoder:
             eos_token_ids=eos_token_ids,
             device=model.device,
         )
-        self._forward = ForwardChoice(
-            model, self._buffers.layers, settings.fusion, max_positions, fp32_head=settings.fp32_head
-        )
+        self._forward = self._choose_forward()
         self._is_cuda = model.device.type == "cuda"
         self._fetched = torch.empty_like(self._buffers.outputs, device="cpu", pin_memory=self._is_cuda)
         self._greedy = _Steps(self._buffers)
@@ -220,6 +218,19 @@ class Decoder:
         self._forward.read()
         return self._forward.forward.prefill(batch, num_rows)
 
+    @contextmanager
+    def reading(self) -> Iterator[Forward]:
+        """A forward of the model as it is now, for batches of prompts alone; outside of `begin` and `end`.
+
+        What was compiled or captured stays valid for the model as it was: the adapter may be off now, for one.
+        """
+        choice = self._choose_forward()
+        try:
+            choice.begin()
+            yield choice.forward
+        finally:
+            choice.close()
+
     def time_steps(self, bucket: int, context: int, num_steps: int, num_bursts: int) -> list[float]:
         """Mean seconds of a step in each of some bursts, as `time_decode_steps`; the cache must be idle."""
         if bucket not in self._shapes.sizes:
@@ -284,6 +295,16 @@ class Decoder:
                 self.record.checks.append(result)
             steps.prepared.add(bucket)
         return steps.runner
+
+    def _choose_forward(self) -> ForwardChoice:
+        settings = self._settings
+        return ForwardChoice(
+            self._model,
+            self._buffers.layers,
+            settings.fusion,
+            self._max_positions,
+            fp32_head=settings.fp32_head,
+        )
 
     def _steps_for(self, sampling: DriveSampling) -> _Steps:
         if not sampling.needs_sampling:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from cbexp.engine.attention import attend_packed, packed_lengths
 from cbexp.engine.buffers import LayerPages
 from cbexp.engine.forward import ops
+from cbexp.engine.forward.plain import Reduce
 from cbexp.engine.forward.projections import find_projection_groups
 from cbexp.engine.sampling import HeadInputs
 
@@ -167,8 +168,20 @@ class LlamaForward:
 
     def prefill(self, batch: dict[str, Any], num_rows: int) -> HeadInputs:
         """As `Forward`."""
-        hidden = self._run(batch["input_ids"][0], partial(self._attend_packed, batch))
+        hidden = self._run_packed(batch)
         return HeadInputs(hidden[batch["logits_indices"][:num_rows]], self._model.head)
+
+    def prefill_in_chunks(
+        self, batch: dict[str, Any], chunks: Sequence[Tensor], reduce: Reduce
+    ) -> list[Tensor]:
+        """As `Forward`."""
+        hidden = self._run_packed(batch)
+        return [
+            reduce(HeadInputs(hidden[rows], self._model.head), chunk) for chunk, rows in enumerate(chunks)
+        ]
+
+    def _run_packed(self, batch: dict[str, Any]) -> Tensor:
+        return self._run(batch["input_ids"][0], partial(self._attend_packed, batch))
 
     def _run(self, token_ids: Tensor, attend_in: Attend) -> Tensor:
         """Final normed hidden states [rows, hidden]."""

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from cbexp.engine.borrow import Changes
 from cbexp.engine.buffers import LayerPages
 from cbexp.engine.sampling import HeadInputs
+
+# Makes something of the logits of a chunk, whose number it is told.
+Reduce = Callable[[Tensor | HeadInputs, int], Tensor]
 
 
 class Forward(Protocol):
@@ -25,6 +30,15 @@ class Forward(Protocol):
         """Run transformers' packed batch, for the logits of the first `num_rows` of its `logits_indices`.
 
         `batch`: the keyword arguments that transformers' batching hands to a model, tokens side by side.
+        """
+
+    def prefill_in_chunks(
+        self, batch: dict[str, Any], chunks: Sequence[Tensor], reduce: Reduce
+    ) -> list[Tensor]:
+        """Run transformers' packed batch, for what `reduce` makes of the logits of each chunk of its tokens.
+
+        `chunks` int64 [rows of the chunk]: places of tokens in the batch. Logits exist for one chunk at a time, except
+        where the model has no `logits_to_keep`.
         """
 
 
@@ -61,6 +75,39 @@ class PlainForward:
         if cast(Any, self.model)._supports_logits_to_keep():
             return cast(Tensor, self.model(**batch, logits_to_keep=ends).logits[0])
         return cast(Tensor, self.model(**batch).logits[0, ends])
+
+    def prefill_in_chunks(
+        self, batch: dict[str, Any], chunks: Sequence[Tensor], reduce: Reduce
+    ) -> list[Tensor]:
+        """As `Forward`."""
+        model = cast(Any, self.model)
+        if not model._supports_logits_to_keep() or model.base_model is model:
+            logits = model(**batch).logits[0]
+            return [reduce(logits[rows], chunk) for chunk, rows in enumerate(chunks)]
+        with _run_once(model.base_model):
+            return [
+                reduce(model(**batch, logits_to_keep=rows).logits[0], chunk)
+                for chunk, rows in enumerate(chunks)
+            ]
+
+
+@contextmanager
+def _run_once(module: nn.Module) -> Iterator[None]:
+    """The first call of `module` in the body is all that runs; the others return what it has."""
+    forward = module.forward
+    outputs: list[Any] = []
+
+    def remember(*args: Any, **kwargs: Any) -> Any:
+        if not outputs:
+            outputs.append(forward(*args, **kwargs))
+        return outputs[0]
+
+    changes = Changes()
+    try:
+        changes.set(vars(module), "forward", remember)
+        yield
+    finally:
+        changes.undo()
 
 
 class _DecodeCache:

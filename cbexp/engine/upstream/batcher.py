@@ -22,14 +22,17 @@ from transformers.generation.continuous_batching.requests import (
 )
 
 from cbexp.engine.buffers import NOT_FINITE, DecodeRow, PagePool, RowSampling
+from cbexp.engine.forward import Forward
 from cbexp.engine.requests import PromptGroup, RequestBook, RowTokens
 from cbexp.engine.row_sampling import DriveSampling
 from cbexp.engine.sampling import HeadInputs, choose
+from cbexp.engine.scoring import ScoredGroup
 from cbexp.engine.stop_strings import FoundStop, find_stop_string
 from cbexp.engine.support import read_positions
-from cbexp.engine.types import CBSyncConfig, StepInfo, StepKind
+from cbexp.engine.types import CBSyncConfig, Scores, StepInfo, StepKind
 from cbexp.engine.upstream.admission import Admission
 from cbexp.engine.upstream.build import (
+    PagedCache,
     build_page_pools,
     build_processor,
     build_request_state,
@@ -39,6 +42,7 @@ from cbexp.engine.upstream.build import (
     max_request_tokens,
     on_cpu_by_default,
 )
+from cbexp.engine.upstream.scoring import Scorer
 
 
 class RunsPrompts(Protocol):
@@ -71,11 +75,11 @@ class Batcher:
 
     def __init__(self, model: PreTrainedModel, settings: CBSyncConfig, tokenizer: Any = None) -> None:
         self._tokenizer = tokenizer
-        self._wants_logprobs = settings.logprobs
+        self._wants_logprobs, self._fp32_head = settings.logprobs, settings.fp32_head
         self._sampling = DriveSampling((), seed=0, vocab_size=1)
         self._device, self._dtype = model.device, model.dtype
         self._processor = build_processor(model, settings)
-        self._cache = self._processor.cache
+        self._cache = cast(PagedCache, self._processor.cache)
         self._scheduler: Any = self._processor.scheduler  # with AdmissionControl
         # One set of buffers, since the processor is built without async batching.
         self._inputs = cast(ContinuousBatchingIOs, self._processor.inputs_and_outputs)
@@ -180,6 +184,22 @@ class Batcher:
             cache_used_fraction=used_fraction,
         )
 
+    def score(
+        self,
+        groups: Sequence[ScoredGroup],
+        forward: Forward,
+        temperature: float,
+        safety_margin: float,
+        num_slots: int,
+    ) -> dict[int, Scores]:
+        """Scores of the groups' completions by their places in the call; to be followed by `reset`, as a drive is.
+
+        `safety_margin` and `num_slots` as in `begin`.
+        """
+        self._scheduler.num_slots = num_slots
+        self._scheduler.safety_margin = safety_margin
+        return Scorer(self._processor, forward, temperature, fp32_head=self._fp32_head).run(groups)
+
     def open_burst(self, max_rows: int, choose_length: Callable[[list[int], bool], int]) -> BurstRows | None:
         """Choose and reserve a burst over the first `max_rows` requests that decode.
 
@@ -268,6 +288,25 @@ class Batcher:
         """Wait for all that was put on the stream."""
         if self._inputs.compute_stream is not None:
             self._inputs.compute_stream.synchronize()
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that the cache has of the device now."""
+        return self.cache_bytes if self._cache.memory.is_held else 0
+
+    def give_up_memory(self) -> None:
+        """Let others have the cache's memory until `take_memory_back`; outside of a drive. Harmless when it is done."""
+        if self._cache.memory.is_held:
+            self._cache.memory.give_up()
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()  # of what this stream has used and PyTorch keeps, others would get nothing
+
+    def take_memory_back(self) -> None:
+        """Have an empty cache again, where it was; harmless when it is there. Raises `CacheMemoryError`."""
+        if not self._cache.memory.is_held:
+            self._cache.memory.take_back()
+            with self.on_stream():
+                self._cache.clear()
 
     def close(self) -> None:
         """Give the cache's memory back to the device, which must have been waited for; unusable afterwards."""

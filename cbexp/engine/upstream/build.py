@@ -35,6 +35,7 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from cbexp.engine.attention import ATTENTION_NAME
 from cbexp.engine.buffers import PagePool
+from cbexp.engine.memory import allocate
 from cbexp.engine.requests import PromptGroup
 from cbexp.engine.settings import MAX_MEMORY_FRACTION
 from cbexp.engine.sizing import MASKED_ATTENTIONS
@@ -51,6 +52,25 @@ class _Processor(ContinuousBatchProcessor):
 
     def __del__(self) -> None:
         """Nothing: `Batcher.close` gives the memory back."""
+
+
+class PagedCache(PagedAttentionCache):
+    """Upstream's cache, on `memory` that can be given up for a while; it holds zeros at first, and after `clear`."""
+
+    def __init__(self, device: torch.device, **parts: Any) -> None:
+        super().__init__(device="meta", **parts)  # where its tensor takes no memory
+        self.device = device
+        self.memory = allocate(self.cache_tensor.numel(), device)
+        self.cache_tensor = self.memory.as_tensor()
+        self.clear()
+        for allocator in self.cache_allocators.values():
+            allocator.register_cache_tensor(
+                self.bytes_per_sector, self.num_sectors * self.bytes_per_sector, self.cache_tensor, self.pool
+            )
+
+    def clear(self) -> None:
+        """Zero all of it, on the current stream: what padding reads is zero, and no block holds a NaN."""
+        self.cache_tensor.zero_()
 
 
 _CONTROLLED_SCHEDULERS = {
@@ -311,12 +331,12 @@ def _build_cache(
     config: PreTrainedConfig,
     cb_config: ContinuousBatchingConfig,
     helper: DistributedHelper,
-) -> PagedAttentionCache:
+) -> PagedCache:
     try:
-        return PagedAttentionCache(
+        return PagedCache(
+            model.device,
             config=config,
             continuous_batching_config=cb_config,
-            device=model.device,
             distributed_helper=helper,
             dtype=model.dtype,
             model_supports_logits_to_keep=cast(Any, model)._supports_logits_to_keep(),

@@ -23,6 +23,7 @@ from cbexp.engine import CBSyncConfig, sizing, support
 from cbexp.engine.requests import GroupLengths
 from cbexp.engine.upstream import Batcher, build
 from cbexp.engine.upstream.admission import AdmissionControl
+from cbexp.engine.upstream.scoring import Scorer
 from tests.engine.upstream.processors import new_group, run_step, settings_for, submit
 
 
@@ -68,6 +69,25 @@ def test_processor_and_cache_are_built_from_these_parts():
     assert set(SCHEDULER_MAPPING) == {"fifo", "prefill_first"}
 
 
+@relied_on_by(build.PagedCache.__init__)
+def test_a_cache_takes_another_tensor_and_has_none_of_its_own(make_processor):
+    cache = make_processor("gemma3").cache
+    for allocator in cache.cache_allocators.values():
+        assert parameters(type(allocator).register_cache_tensor) == {
+            *("bytes_per_sector", "non_trash_bytes", "cache_tensor", "pool"),
+        }
+        assert allocator.pool is cache.pool
+    tensors = [
+        value
+        for owner in (cache, *cache.cache_allocators.values())
+        for value in vars(owner).values()
+        if isinstance(value, torch.Tensor)
+    ]
+    assert len(tensors) == 1 + 2 * len(cache.cache_allocators)
+    assert {tensor.data_ptr() for tensor in tensors} == {cache.cache_tensor.data_ptr()}
+    assert cache.device == torch.device("cpu")
+
+
 @relied_on_by(build._resolve_config)
 def test_no_setting_is_new():
     """A setting that upstream adds would be left to upstream's own choice: decide on it."""
@@ -107,6 +127,10 @@ NAMES = [
     (Batcher._make_room_for_forks, "processor", ("scheduler._requests_to_fork", "cache.evict_cached_blocks")),
     (Batcher.reset, "processor", ("offloading_manager.reset", "scheduler.reset", "cache.pool.reset")),
     (Batcher.reset, "allocator", ("block_table.clear", "ledger.reset")),
+    (Scorer.run, "processor", ("cache.use_prefix_sharing", "scheduler.has_pending_requests")),
+    (Scorer._add_completions, "scheduler", ("active_requests", "waiting_requests")),
+    (Scorer._add_completions, "request", ("num_children", "initial_tokens", "remaining_prefill_tokens")),
+    (Scorer._score_batch, "inputs", ("num_q_tokens", "device", "config.vocab_size", "requests_in_batch")),
     (build._page_pool, "allocator", ("cache_tensor", "tokens_per_page", "block_physical_stride")),
     (build._page_pool, "allocator", ("blocks_per_sector", "layer_indices", "layer_type", "head_dim")),
     (build.describe_processor, "processor", ("cb_config.cuda_graph_booleans", "cache.use_prefix_sharing")),
