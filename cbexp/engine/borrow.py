@@ -74,9 +74,6 @@ def borrowed_for_inference(
     Raises `EngineError` when another thread has the model, see `exclusive_use`, or when its weights are elsewhere.
     """
     with exclusive_use(model):
-        problem = find_parameter_problem(next(model.parameters()))  # of the others too, most likely
-        if problem is not None:
-            raise EngineError(f"This {type(model).__name__} cannot be driven as it is now: {problem}.")
         borrow = Borrow(model, attn_implementation, shadow)
         try:
             borrow.take()
@@ -105,7 +102,10 @@ class Borrow:
         self.take()
 
     def take(self) -> None:
-        """Prepare the model, as it is now; it must not be taken."""
+        """Prepare the model, as it is now; it must not be taken. `EngineError`: its weights are elsewhere."""
+        problem = find_parameter_problem(next(self._model.parameters()))  # of the others too, most likely
+        if problem is not None:
+            raise EngineError(f"This {type(self._model).__name__} cannot be driven as it is now: {problem}.")
         with deferring_interrupts():
             # Before autocast is off.
             dtype = None if self._shadow is None else self._shadow.find_dtype()
