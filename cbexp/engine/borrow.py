@@ -24,6 +24,9 @@ from cbexp.engine.wrapped_forward import plain_forward
 _CHECKPOINTING = "gradient_checkpointing"
 # Hooks on the embedding that make its output require gradients, as transformers and PEFT call them.
 _INPUT_GRADIENT_HOOKS = ("make_inputs_require_grads", "make_inputs_require_grad")
+# TRL's, beside a tied head that it has cast to float32: makes the embedding's output what it was before that. Beside a
+# copy of the embedding it would undo the copy's dtype.
+_EMBEDDING_HOOK = "cast_outputs_to_original_dtype"
 ABSENT: Any = object()
 # Held by the thread that has the model; one thread may hold it several times.
 _locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
@@ -71,9 +74,6 @@ def borrowed_for_inference(
     Raises `EngineError` when another thread has the model, see `exclusive_use`, or when its weights are elsewhere.
     """
     with exclusive_use(model):
-        problem = find_parameter_problem(next(model.parameters()))  # of the others too, most likely
-        if problem is not None:
-            raise EngineError(f"This {type(model).__name__} cannot be driven as it is now: {problem}.")
         borrow = Borrow(model, attn_implementation, shadow)
         try:
             borrow.take()
@@ -102,7 +102,10 @@ class Borrow:
         self.take()
 
     def take(self) -> None:
-        """Prepare the model, as it is now; it must not be taken."""
+        """Prepare the model, as it is now; it must not be taken. `EngineError`: its weights are elsewhere."""
+        problem = find_parameter_problem(next(self._model.parameters()))  # of the others too, most likely
+        if problem is not None:
+            raise EngineError(f"This {type(self._model).__name__} cannot be driven as it is now: {problem}.")
         with deferring_interrupts():
             # Before autocast is off.
             dtype = None if self._shadow is None else self._shadow.find_dtype()
@@ -113,8 +116,9 @@ class Borrow:
             # Only where it was imported can something be compiled, and importing it takes seconds.
             compiler: Any = sys.modules.get("torch._dynamo.eval_frame")
             modules = list_modules(self._model)
+            dropped = _INPUT_GRADIENT_HOOKS if dtype is None else (*_INPUT_GRADIENT_HOOKS, _EMBEDDING_HOOK)
             for module in modules:
-                self._prepare(module, configs)
+                self._prepare(module, configs, dropped)
                 if compiler is not None and module._modules:
                     self._unwrap_children(module._modules, compiler.OptimizedModule)
             if self._shadow is not None:
@@ -127,7 +131,9 @@ class Borrow:
             self._changes.undo()
             self._modes.close()
 
-    def _prepare(self, module: nn.Module, configs: dict[int, PreTrainedConfig]) -> None:
+    def _prepare(
+        self, module: nn.Module, configs: dict[int, PreTrainedConfig], dropped_hooks: tuple[str, ...]
+    ) -> None:
         attributes = module.__dict__
         if attributes.get("training"):
             self._changes.set(attributes, "training", False)
@@ -150,7 +156,7 @@ class Borrow:
             kept = OrderedDict(
                 (key, hook)
                 for key, hook in hooks.items()
-                if getattr(hook, "__name__", None) not in _INPUT_GRADIENT_HOOKS
+                if getattr(hook, "__name__", None) not in dropped_hooks
             )
             if len(kept) < len(hooks):
                 self._changes.set(attributes, "_forward_hooks", kept)

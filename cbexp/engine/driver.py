@@ -310,6 +310,11 @@ class SyncCBDriver(ModelDriver):
     def _begun(self, engine: _Engine) -> Iterator[None]:
         """Let the engine have the model for the body, without requests."""
         with self._borrowed():
+            if not engine.batcher.suits(self._model):
+                raise EngineError(
+                    "The cache is of another dtype, device or length than the model is now, under its autocast "
+                    f"({self._model.dtype}, {self._model.device}): a drive builds it anew."
+                )
             engine.wake()
             try:
                 with engine.batcher.on_stream():

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from cbexp.engine.support import read_engine_autocast
 from cbexp.engine.types import EngineError
-from cbexp.engine.wrapped_forward import find_autocasts
+from cbexp.engine.wrapped_forward import computes_in_float32, find_autocasts
 
 SHADOWED_DTYPES = (torch.bfloat16, torch.float16)
 ALIGNMENT_BYTES = 256
@@ -24,7 +24,8 @@ class Shadow:
 
     `wrappers`: the model as the trainer has it, from the outermost wrapper to the model itself; any of them may bear
     the autocast. There are no copies while there is no autocast, nor when the model's own dtype is another one (a base
-    in half precision with adapters in float32). Parameters that transformers would keep in float32 are kept here too.
+    in half precision with adapters in float32). Not copied are parameters that transformers would keep in float32, and
+    those of a head that TRL has cast to it.
     """
 
     def __init__(self, model: PreTrainedModel, wrappers: Sequence[nn.Module]) -> None:
@@ -75,6 +76,8 @@ class Shadow:
         kept = _kept_in_float32(self._model, dtype)
         places: dict[nn.Parameter, list[tuple[dict[str, Any], str]]] = {}
         for module in modules:
+            if computes_in_float32(module):
+                continue
             for name, parameter in module._parameters.items():
                 if parameter is not None and parameter.dtype == torch.float32 and parameter not in kept:
                     places.setdefault(parameter, []).append((module._parameters, name))

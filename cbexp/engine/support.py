@@ -107,7 +107,8 @@ def read_engine_autocast(module: Any) -> torch.dtype | None:
 
 def _take_off(model: Any) -> Any:
     """What is in the wrapper; None: it is none."""
-    if _is_a(model, COMPILED_MODULE):
+    # The second is what accelerate makes, with layers compiled one by one.
+    if _is_a(model, COMPILED_MODULE) or "_orig_mod" in getattr(model, "__dict__", ()):
         return model._orig_mod
     if _is_a(model, *MODULE_WRAPPERS):
         return model.module

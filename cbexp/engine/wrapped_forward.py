@@ -21,6 +21,10 @@ _WRAPPERS = {
 }
 
 
+# TRL's GRPO with `cast_lm_head_to_fp32`: the head's forward, which takes float32 weights for what they are.
+_FLOAT32_FORWARD = "cast_forward_to_fp32"
+
+
 def plain_forward(module: nn.Module) -> Function | None:
     """The module's forward without what torch.compile, autocast and TRL put around it; None if it is its class's."""
     forward: Function = module.__dict__["forward"]
@@ -36,6 +40,12 @@ def find_autocasts(module: nn.Module) -> list[torch.autocast]:
     forward = module.__dict__.get("forward")
     found = [] if forward is None else [autocast for _, autocast in _peel(forward)]
     return [autocast for autocast in found if autocast is not None]
+
+
+def computes_in_float32(module: nn.Module) -> bool:
+    """Whether TRL has replaced the module's forward by one that casts to float32, autocast or not."""
+    package, name = _origin(module.__dict__.get("forward"))
+    return package.startswith("trl.") and name.rpartition(".")[2] == _FLOAT32_FORWARD
 
 
 def _peel(forward: Function) -> Iterator[tuple[Function, torch.autocast | None]]:

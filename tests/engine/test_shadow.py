@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from pathlib import Path
+from types import FunctionType
 
 import accelerate
 import pytest
@@ -88,6 +89,11 @@ def test_the_autocast_around_a_drive(make_driver, prompts):
     model = build_model("gemma2")
     driver, halved = make_driver(model, num_blocks=64), make_driver(in_half_precision(model))
     expected = drive(driver, prompts), drive(halved, prompts)
+    with (
+        torch.autocast("cpu", dtype=BFLOAT16),
+        pytest.raises(EngineError, match=r"another dtype.*bfloat16, cpu"),
+    ):
+        driver.warmup()
     for is_on in (False, True, True, False):
         with torch.autocast("cpu", dtype=BFLOAT16, enabled=is_on):
             assert drive(driver, prompts) == expected[is_on]
@@ -141,6 +147,41 @@ def test_what_transformers_keeps_in_float32_is_kept():
             assert model.dtype == dtype
 
 
+def cast_head(model):
+    """As TRL's GRPO does with `cast_lm_head_to_fp32`, for a tied head."""
+    head = model.lm_head
+
+    def cast_forward_to_fp32(hidden):
+        return torch.nn.functional.linear(hidden.float(), head.weight)
+
+    def cast_outputs_to_original_dtype(module, args, output):
+        return output.float()
+
+    code, closure = cast_forward_to_fp32.__code__, cast_forward_to_fp32.__closure__
+    names = {"__name__": "trl.trainer.grpo_trainer", "torch": torch}
+    head.forward = FunctionType(code, names, closure=closure)
+    model.model.embed_tokens.register_forward_hook(cast_outputs_to_original_dtype)
+
+
+@torch.no_grad()
+def test_a_head_that_trl_has_cast_to_float32(make_driver):
+    """It has the masters, also where the embedding is the same weight and runs on a copy."""
+    model = build(tie_word_embeddings=True)
+    halved = in_half_precision(model)
+    cast_head(model)
+    driver = make_driver(prepare(model))
+    drive(driver, PROMPTS)
+    with borrowed_for_inference(model, "sdpa", driver._shadow):
+        logits = model(input_ids=TOKENS, use_cache=False).logits
+        assert (model.model.embed_tokens.weight.dtype, model.lm_head.weight.dtype) == (
+            BFLOAT16,
+            torch.float32,
+        )
+    hidden = halved.model(input_ids=TOKENS, use_cache=False).last_hidden_state
+    assert torch.equal(logits, hidden.float() @ model.lm_head.weight.T)
+    assert len(model.model.embed_tokens._forward_hooks) == 1
+
+
 @torch.no_grad()
 def test_log_probabilities_are_those_of_the_trainers_forward(make_driver):
     """Of a trained model. A token that the trainer's forward would not choose is nearly as likely there."""
@@ -184,6 +225,7 @@ def test_training_between_drives(make_driver_anywhere, monkeypatch, compile_mode
     prepare(wrapped).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     settings = {"compile_mode": compile_mode, "fusion": fusion, "num_blocks": 32, "buckets": (4,)}
+    settings["max_new_tokens"] = 4
     driver = make_driver_anywhere(wrapped, **settings)
     seen, voids = [drive(driver, PROMPTS)], []
     choice = driver._engine.decoder._forward
@@ -194,14 +236,40 @@ def test_training_between_drives(make_driver_anywhere, monkeypatch, compile_mode
         train(wrapped, optimizer)
         assert wrapped.training
         seen.append(drive(driver, PROMPTS))
-        if compile_mode == "eager" and step % 8 == 0:
-            reference = make_driver_anywhere(in_half_precision(model), fusion=fusion)
+        if compile_mode == "eager" and step in (0, 19):
+            reference = make_driver_anywhere(in_half_precision(model), fusion=fusion, max_new_tokens=4)
             assert drive(reference, PROMPTS) == seen[-1]
     assert voids == [False] * 20
     assert seen[0] != seen[1]
     assert [p.data_ptr() for p in driver._shadow._copies] == copies
     assert driver.compile_stats["recompiles"] == 0
     assert driver.compile_stats["programs"] == (compile_mode != "eager")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["cuda_graph", "compiled_cuda_graph", "reduce_overhead"])
+def test_graphs_stay_valid_over_training(make_driver, mode):
+    model = build().cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    driver = make_driver(model, compile_mode=mode, fusion="layers", num_blocks=32, buckets=(4,))
+    inputs, seen, memory, built = TOKENS.cuda(), [], [], []
+    for _ in range(20):
+        with torch.autocast("cuda", dtype=BFLOAT16):
+            seen.append(drive(driver, PROMPTS))
+            loss = model(input_ids=inputs, labels=inputs).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.cuda.synchronize()
+        memory.append(torch.cuda.memory_allocated())
+        stats = driver.compile_stats
+        built.append([stats[name] for name in ("programs", "recompiles", "graphs", "compile_s", "capture_s")])
+    assert seen[0] != seen[-1]
+    assert built == built[:1] * 20
+    assert memory[-1] == memory[2]
+    reference = make_driver(in_half_precision(model), compile_mode=mode, fusion="layers", num_blocks=32)
+    with torch.autocast("cuda", dtype=BFLOAT16):
+        assert drive(driver, PROMPTS) == drive(reference, PROMPTS)
 
 
 def test_writes_through_data_and_in_on_step_are_seen(make_driver):
@@ -225,10 +293,14 @@ def test_writes_through_data_and_in_on_step_are_seen(make_driver):
     assert middle != before
     assert drive(driver, PROMPTS) == drive(make_driver(in_half_precision(model)), PROMPTS)
     assert set().union(*dtypes) == {torch.float32}
-    changes.append(model.double)
-    with pytest.raises(EngineError, match=r"on_step has left the model on cpu in torch\.float64"):
-        drive(driver, PROMPTS)
-    assert {p.dtype for p in model.parameters()} == {torch.float64}
+    for change, error in (
+        (model.double, r"on_step has left the model on cpu in torch\.float64"),
+        (lambda: model.to("meta"), "cannot be driven as it is now: its weights are on the meta device"),
+    ):
+        changes.append(change)
+        with pytest.raises(EngineError, match=error):
+            drive(driver, PROMPTS)
+    assert {(p.dtype, p.is_meta) for p in model.parameters()} == {(torch.float64, True)}
 
 
 def test_parameters_that_are_replaced(make_driver):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import accelerate
 import pytest
 import torch
+from accelerate.utils import compile_regions
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -171,7 +172,10 @@ KEPT_WHOLE = "; a drive reads them whole, on one device: use DDP, or DeepSpeed Z
         (distribute, r"its parameters are sharded \(DTensor\)"),
         (lambda model, mesh: fully_shard(model, mesh=mesh), "sharded by FSDP"),
         (lambda model, mesh: FullyShardedDataParallel(model), "sharded by FSDP"),
-        (lambda model, mesh: torch.compile(FullyShardedDataParallel(model)), "sharded by FSDP"),
+        (
+            lambda model, mesh: torch.compile(FullyShardedDataParallel(model), backend="eager"),
+            "sharded by FSDP",
+        ),
     ],
 )
 def test_sharded_parameters(new_model, one_process, shard, reason):
@@ -197,13 +201,14 @@ def in_ddp(model):
 
 WRAPPERS = {
     "torch.compile": (lambda model: torch.compile(model, backend="eager"), 2),
+    "accelerate's compiled regions": (lambda model: compile_regions(model, backend="eager"), 2),
     "DDP": (in_ddp, 2),
     "DataParallel": (lambda model: parallel.DataParallel(model), 2),
     "DeepSpeed": (DeepSpeedEngine, 2),
     "PEFT in DDP": (lambda model: in_ddp(with_lora(model)), 3),
     "PEFT in DDP, compiled": (lambda model: torch.compile(in_ddp(with_lora(model)), backend="eager"), 4),
     "PEFT of a compiled model in DeepSpeed": (
-        lambda model: DeepSpeedEngine(with_lora(torch.compile(model))),
+        lambda model: DeepSpeedEngine(with_lora(torch.compile(model, backend="eager"))),
         4,
     ),
 }
