@@ -56,7 +56,7 @@ class SyntheticRows:
         far = _choose_far_position(buffers, bucket, self.num_steps, max_positions)
         spans = {name: _FarSpan.of(pool, far, self.num_steps) for name, pool in pools.items()}
         num_active, num_stored = _choose_numbers(pools, spans, bucket)
-        num_short = max(1, min(MAX_TOKENS, _page_size(pools), max_positions) - self.num_steps)
+        num_short = min(MAX_TOKENS, _page_size(pools), max_positions) - self.num_steps + 1
         # The last one's is the highest, and neighbours differ.
         short = [(row - bucket) % num_short for row in range(bucket)]
         self.positions = [far, *[-1] * (bucket - num_active), *short[bucket - num_active + 1 :]]
@@ -307,9 +307,9 @@ def _lay_out(
     used = {(block, place): (0, -1) for block in range(num_of_first) for place in range(page_size)}
     for row in active:
         start = positions[row]
-        # A short row has one slot more, which must stay as it is.
-        span_of_row = range(start, start + num_steps) if row == 0 else range(start + num_steps + 1)
-        for position in span_of_row:
+        num_slots = start + num_steps
+        # A short row has one slot more, where there is one, which must stay as it is.
+        for position in range(start, num_slots) if row == 0 else range(min(num_slots + 1, page_size)):
             slot = _slot(pool, position)
             key = int(blocks[row, slot // page_size]), slot % page_size
             if used.get(key, (row, -1))[1] < 0:  # in the smallest rings, a slot is written more than once

@@ -46,7 +46,7 @@ class Setting:
     """A model, and buffers in the middle of a burst; `check` takes a step or a forward in place of the right one."""
 
     def __init__(self, model, family="qwen3", max_rows=7, num_blocks=30, *, is_sampled=False):
-        self.model = model
+        self.model, self.max_positions = model, 256
         pools = build_pools(num_blocks, family=family, dtype=model.dtype)
         self.buffers = build_buffers(max_rows, pools=pools, family=family)
         if is_sampled:
@@ -56,6 +56,12 @@ class Setting:
             self.buffers = replace(self.buffers, sampling=sampling)
         self.forward = PlainForward(model, self.buffers.layers)
         set_rows(self.buffers, [3, 9, -1, 17])
+
+    def use(self, max_rows, **pools):
+        """Buffers without rows on other pools."""
+        sizes = {"max_rows": max_rows, "max_burst": 4, "eos_token_ids": (), "device": torch.device("cpu")}
+        self.buffers = allocate_buffers(pools, **sizes)
+        self.forward = PlainForward(self.model, self.buffers.layers)
 
     def right_step(self, rows):
         run_step(self.forward, rows)
@@ -73,7 +79,7 @@ class Setting:
 
         runner = SimpleNamespace(run=run_burst)
         asked = {"bucket": bucket, "mode": "some_mode", "tolerance": tolerance}
-        asked |= {"vocab_size": VOCAB_SIZE, "max_positions": 256}
+        asked |= {"vocab_size": VOCAB_SIZE, "max_positions": self.max_positions}
         return check_bucket(runner, forward or self.forward, self.forward, self.buffers, **asked)
 
     def require_fault(self, message, bucket=6, **parts):
@@ -90,7 +96,7 @@ def setting(models):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("bucket", "positions"), [(1, [16]), (6, [16, 0, 1, 2, 3, 4])])
+@pytest.mark.parametrize(("bucket", "positions"), [(1, [16]), (6, [16, 1, 2, 3, 4, 5])])
 def test_a_right_step_passes_and_leaves_no_trace(models, family, bucket, positions):
     """Its rows are at different positions, on pages of their own, and the first one opens its last page.
 
@@ -120,7 +126,7 @@ def test_a_right_step_passes_and_leaves_no_trace(models, family, bucket, positio
         assert len(set(first_pages)) == bucket * len(buffers.block_tables)
         assert min(first_pages) >= buffers.pools["full_attention"].trash_page  # never sector 0
     # In the burst's last step, those that have ended by their limits are gone.
-    assert seen[3][1] == ([18] if bucket == 1 else [18, 2, -1, -1, 5, 6])
+    assert seen[3][1] == ([18] if bucket == 1 else [18, 3, -1, -1, 6, 7])
 
 
 @pytest.mark.parametrize("bucket", [1, 6])
@@ -180,8 +186,8 @@ def test_a_token_without_keys_and_values_is_no_fault():
 
     def write_a_key(rows):
         layer = rows.layers[0]
-        layer.pages[layer.block_table[1, 0] + layer.page_offset, 0] += (
-            1e-3  # of the second row, at position 0
+        layer.pages[layer.block_table[1, 0] + layer.page_offset, 1] += (
+            1e-3  # of the second row, at position 1
         )
 
     setting.require_fault("keys or values in the cache differ", step=faulty(after=write_a_key))
@@ -522,9 +528,7 @@ def test_a_small_cache_is_checked_with_fewer_rows_or_not_at_all(models, num_bloc
     Logits of inactive rows may be anything.
     """
     setting = Setting(models["qwen3"])
-    sizes = {"max_rows": 40, "max_burst": 1, "eos_token_ids": (), "device": torch.device("cpu")}
-    setting.buffers = allocate_buffers(build_pools(num_blocks), **sizes)
-    setting.forward = PlainForward(setting.model, setting.buffers.layers)
+    setting.use(40, **build_pools(num_blocks))
     if num_rows:
         result = setting.check(40, step=poisoning(1))
         assert (result.num_rows, result.max_logit_error) == (num_rows, 0.0)
@@ -533,6 +537,31 @@ def test_a_small_cache_is_checked_with_fewer_rows_or_not_at_all(models, num_bloc
         return
     with pytest.raises(EngineError, match="raise num_blocks, or set self_check=False"):
         setting.check(1)
+
+
+def test_a_long_table_is_of_few_blocks(models):
+    """The first row's, far beyond the cache; what is only read is there many times, what is written is there once."""
+    (pool,) = build_pools(40).values()
+    setting = Setting(models["qwen3"])
+    setting.use(1, full_attention=replace(pool, table_width=600))
+    setting.max_positions = 4000
+    table = []
+
+    def step(setting, rows):
+        table[:] = rows.block_tables["full_attention"][0].tolist()
+        assert rows.positions.tolist()[0] in (3992, 3993, 3994, -1)
+        setting.right_step(rows)
+
+    setting.check(1, step=step)
+    assert table.count(table[499]) == 1
+    assert 30 <= len(set(table)) <= 42
+    for faulty_step in (
+        first_slots(64),
+        first_slots(2000),
+        with_positions_for_the_model(lambda at: at.clamp(max=2047)),
+        with_attention(lambda at, table: (at, table.roll(1, 1))),
+    ):
+        setting.require_fault(WRONG_CACHE, 1, step=faulty_step)
 
 
 # Figures
@@ -606,3 +635,34 @@ def test_a_vocabulary_and_positions_of_a_few(new_model, make_driver_anywhere, gr
         assert len(driver.time_decode_steps(32, context=6, num_steps=4, num_bursts=1)) == 1
         with pytest.raises(EngineError, match="takes 9 positions, and the model has 8: lower one of them"):
             driver.time_decode_steps(1, context=8, num_steps=4)
+
+
+NATURAL = {"batch_shape": "natural", "max_requests_per_batch": 3, "page_size": 8, "num_blocks": 40}
+CROWDED = {"buckets": (1, 4), "page_size": 4, "num_blocks": 3}
+SHORT_BURSTS = {"buckets": (1, 2), "num_blocks": 9, "max_burst": 1}
+SIZES = [
+    *[(family, {}, NATURAL, [(3, 3), (2, 2), (1, 1)]) for family in ("mistral", "gemma3", "gpt_oss")],
+    # Room for all active rows but one, and of two kinds of layers for the least.
+    ("qwen3", {}, CROWDED, [(4, 3), (1, 1)]),
+    ("qwen2, sliding", {}, CROWDED, [(4, 2), (1, 1)]),
+    *[("qwen3", {"max_position_embeddings": n}, SHORT_BURSTS, [(2, 2), (1, 1)]) for n in (1, 2)],
+    *[
+        (
+            "qwen3",
+            {"max_position_embeddings": n, "vocab_size": 1 + n},
+            SHORT_BURSTS | {"max_burst": 8},
+            [(2, 2), (1, 1)],
+        )
+        for n in (1, 2, 3)
+    ],
+]
+
+
+@pytest.mark.parametrize(("family", "shape", "settings", "expected"), SIZES)
+def test_every_batch_size_is_checked_with_what_there_is(
+    new_model, make_driver, family, shape, settings, expected
+):
+    driver = make_driver(new_model(family, **shape), fusion="projections", **settings)
+    driver.warmup()
+    results = driver.resolved["self_check_results"]
+    assert [(result["bucket"], result["num_rows"]) for result in results] == expected
