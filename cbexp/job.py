@@ -16,6 +16,7 @@ from cbexp.dataset.prompts import PromptSet, load_prompts
 from cbexp.display import ProgressDisplay
 from cbexp.engine import RolloutDriver
 from cbexp.engine.interrupts import deferring_interrupts
+from cbexp.engine.types import Sampling
 from cbexp.environment import reset_peak_memory
 from cbexp.errors import RequestsFailedError, RescoringError
 from cbexp.factory import build_driver, resolve_stop_ids
@@ -221,12 +222,12 @@ class Job:
             return describe_none(f"driver={config.driver.name} has the model in a process of its own")
         if not self._sample.kept:
             return describe_none(f"rescore.completions={config.rescore.completions}")
+        sampling = Sampling(**driver.resolved["sampling"])
         driver.close()  # there must be memory for a forward, and its cache may have it
         rescoring = self._timed(
             "rescore",
-            # Greedy, as all sampling is for now.
             lambda: self._sample.rescore(
-                loaded, prompts.prompt_ids, config.dataset.num_generations, temperature=0.0
+                loaded, prompts.prompt_ids, config.dataset.num_generations, sampling
             ),
         )
         summary = describe_rescoring(rescoring, config.driver.name)

@@ -9,7 +9,8 @@ from typing import Any
 
 from cbexp.config import RescoreConfig
 from cbexp.engine import Completion
-from cbexp.engine.rescoring import RescoredCompletion, Rescoring, rescore
+from cbexp.engine.rescoring import RescoredCompletion, Rescoring, rescore, takes_best_tokens
+from cbexp.engine.types import Sampling
 from cbexp.model.loading import LoadedModel
 from cbexp.rounds import RoundResult
 
@@ -37,9 +38,9 @@ class RescoringSample:
         loaded: LoadedModel,
         prompt_ids: Sequence[Sequence[int]],
         num_generations: int,
-        temperature: float,
+        sampling: Sampling,
     ) -> Rescoring:
-        """Rescore what was kept, at least one, against the prompts as they were submitted.
+        """Rescore what was kept, at least one, against the prompts as they were submitted; all with one `sampling`.
 
         Raises:
             EngineError: a token is outside the vocabulary, or logits are not finite.
@@ -52,12 +53,12 @@ class RescoringSample:
                     name,
                     prompt_ids[request // num_generations],
                     completion.completion_ids,
-                    temperature=temperature,
-                    dtype=loaded.dtype,
+                    logprobs=completion.logprobs_model or None,
+                    temperature=sampling.temperature,
                 )
                 for name, request, completion in self.kept
             ],
-            is_greedy=temperature == 0,
+            is_greedy=takes_best_tokens(sampling),
         )
 
 

@@ -26,7 +26,6 @@ from cbexp.dataset.completion_limits import draw_limits
 from cbexp.display import ProgressDisplay
 from cbexp.engine import SyncCBDriver
 from cbexp.experiment import run_experiment
-from cbexp.rescoring import choose_sample
 from cbexp.rounds import RoundRunner
 from cbexp.sweep.stop_signals import interrupting_by_stop_signals
 
@@ -255,28 +254,6 @@ def test_tokens_that_the_model_would_not_choose_fail_the_run_and_the_records_sta
     assert len(rows(outcome, "completions.jsonl")) == 6
     assert load(outcome, "rescore.json")["problem"] in outcome.message
     assert not (outcome.run_dir / "summary.json").exists()
-
-
-@pytest.mark.parametrize(
-    ("completions", "num_rounds", "num_requests", "expected"),
-    [("8", 5, 256, 8), ("8", 1, 6, 6), ("8", 3, 6, 8), ("all", 3, 6, 18), ("1", 5, 256, 1), ("0", 2, 6, 0)],
-)
-def test_a_sample_is_of_all_rounds_and_of_all_parts_of_a_round(
-    completions, num_rounds, num_requests, expected
-):
-    samples = [
-        choose_sample(RescoreConfig(completions), num_rounds, num_requests, seed) for seed in (1, 1, 2)
-    ]
-    assert samples[0] == samples[1]
-    assert (len(samples[0]), len(set(samples[0]))) == (expected, expected)
-    if expected:
-        rounds, requests = zip(*samples[0], strict=True)
-        assert set(rounds) == set(range(num_rounds)) or len(rounds) < num_rounds
-        assert num_requests - 1 in requests
-        assert len(set(requests)) == min(expected, num_requests)
-    if num_requests == 256 and expected > 1:
-        assert samples[2] != samples[0]
-        assert {request // 32 for request in requests} == set(range(8))
 
 
 def test_interrupt_while_judging_loses_no_completion(tmp_path, monkeypatch):

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cbexp.engine.borrow import Changes, exclusive_use, list_modules
+from cbexp.engine.borrow import ABSENT, Changes, exclusive_use, list_modules
 from cbexp.engine.roofline import EXPERT_MARK
-from cbexp.engine.support import require_supported_model
-from cbexp.engine.types import EngineError
+from cbexp.engine.shadow import Shadow, find_autocast_dtype
+from cbexp.engine.support import list_wrappers, require_supported_model
+from cbexp.engine.types import EngineError, Sampling
+from cbexp.engine.wrapped_forward import plain_forward
 
 # Sequences whose importance ratio is above this get no gradient: TRL's default.
 RATIO_CAP = 3.0
@@ -102,20 +104,22 @@ def rescore(
     *,
     logprobs: Sequence[float] | None = None,
     temperature: float = 1.0,
-    dtype: torch.dtype | None = None,
 ) -> RescoredCompletion:
     """Run a prompt with its completion, at least one token of each, through the model's own forward.
 
-    `model` is the caller's: bare or in a PEFT wrapper, in eval mode for the length of this, else as it is. `logprobs`
-    are the driver's, at `temperature` over the whole vocabulary. The driver ran in `dtype` (None: the model's). `name`
-    is for messages. Logits are there for some tokens at a time.
+    `model` is what the driver has, bare or in its wrappers: their autocast and PEFT's layers count, what compiles or
+    talks to other ranks does not. It is in eval mode for the length of this. `logprobs` are the driver's, at
+    `temperature` (0 is 1 here) over the whole vocabulary. `name` is for messages. Logits are there for some tokens at a
+    time.
 
     Raises:
         EngineError: a token is outside the vocabulary, there are not as many log-probabilities as tokens, a
             log-probability or a logit is not finite, or another thread uses the model.
         UnsupportedModelError: the model is none that a driver takes.
     """
-    base = require_supported_model(model)
+    base, wrappers = require_supported_model(model), list_wrappers(model)
+    autocast_dtype = find_autocast_dtype(base.device.type, wrappers)
+    dtype = Shadow(base, wrappers).find_dtype() or base.dtype  # what a driver runs in
     vocab_size = int(base.config.vocab_size)
     _check_tokens(name, "prompt", prompt_ids, vocab_size)
     _check_tokens(name, "completion", completion_ids, vocab_size)
@@ -125,11 +129,17 @@ def rescore(
     input_ids = torch.tensor([[*prompt_ids, *completion_ids[:-1]]], device=base.device)
     targets = torch.tensor(completion_ids, device=base.device)
     with ExitStack() as stack:
-        for context in (exclusive_use(base), torch.no_grad(), _in_eval_mode(base)):
-            stack.enter_context(context)
+        autocast = torch.autocast(
+            base.device.type,
+            autocast_dtype,
+            enabled=autocast_dtype is not None,
+            cache_enabled=False,  # which would be a second copy of the weights
+        )
+        for mode in (exclusive_use(base), torch.no_grad(), autocast, _plain(base)):
+            stack.enter_context(mode)
         chunks = [
-            _score(logits, target_ids, temperature or 1.0, dtype or base.dtype)
-            for logits, target_ids in _run_in_chunks(model, base, input_ids, targets)
+            _score(logits, target_ids, temperature or 1.0, dtype)
+            for logits, target_ids in _run_in_chunks(base, input_ids, targets)
         ]
     own_logprobs, lags, spreads, spacings = torch.cat(chunks, dim=1).double().cpu()
     if not (own_logprobs.isfinite() & spreads.isfinite()).all():
@@ -137,7 +147,7 @@ def rescore(
     differences = None if logprobs is None else own_logprobs - torch.tensor(logprobs, dtype=torch.float64)
     if differences is not None and not differences.isfinite().all():
         raise EngineError(f"{name}: a log-probability of the driver's is not finite.")
-    rounding = _find_rounding(dtype or base.dtype)
+    rounding = _find_rounding(dtype)
     depth = max(1.0, base.config.num_hidden_layers / NUM_LAYERS)
     may_reroute = rounding is _IN_HALF and any(EXPERT_MARK in key for key, _ in base.named_parameters())
     return RescoredCompletion(
@@ -150,11 +160,19 @@ def rescore(
     )
 
 
+def takes_best_tokens(sampling: Sampling) -> bool:
+    """Whether each token is the one with the largest logit, as the model gives them."""
+    is_changed = (
+        sampling.repetition_penalty != 1 or sampling.min_new_tokens > 0 or sampling.suppress_token_ids
+    )
+    return sampling.temperature == 0 and not is_changed
+
+
 @dataclass(frozen=True)
 class Rescoring:
     """Completions of one driver, at least one, rescored: figures in nats, and what is wrong with them.
 
-    `is_greedy`: each token was to be the most likely one.
+    `is_greedy`: each token was to be the most likely one, see `takes_best_tokens`.
     """
 
     completions: Sequence[RescoredCompletion]
@@ -283,9 +301,10 @@ def _score(logits: Tensor, target_ids: Tensor, temperature: float, dtype: torch.
 
 
 def _run_in_chunks(
-    model: Any, base: PreTrainedModel, input_ids: Tensor, targets: Tensor
+    base: PreTrainedModel, input_ids: Tensor, targets: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Logits [tokens, vocab_size] and the ids that they predict, for some of `targets` at a time."""
+    model: Any = base
     places = torch.arange(input_ids.shape[1] - len(targets), input_ids.shape[1], device=input_ids.device)
     if not _takes_logits_to_keep(base):
         yield model(input_ids=input_ids, use_cache=False).logits[0, places], targets
@@ -297,7 +316,7 @@ def _run_in_chunks(
 
 
 def _takes_logits_to_keep(base: PreTrainedModel) -> bool:
-    """Whether its forward can leave out logits. What is wrapped around it may hide that from transformers."""
+    """Whether its forward can leave out logits."""
     return (
         base.base_model is not base and "logits_to_keep" in inspect.signature(type(base).forward).parameters
     )
@@ -324,12 +343,20 @@ def _running_decoder_once(base: PreTrainedModel) -> Iterator[None]:
 
 
 @contextmanager
-def _in_eval_mode(base: PreTrainedModel) -> Iterator[None]:
-    """Without dropout, and with it without gradient checkpointing; module by module, as a caller may keep parts so."""
+def _plain(base: PreTrainedModel) -> Iterator[None]:
+    """Have transformers' own forward, without dropout and gradient checkpointing, not compiled.
+
+    Module by module, since a caller may keep parts in eval mode.
+    """
     with _changed() as changes:
+        if "forward" in base.__dict__:
+            inner = plain_forward(base)
+            changes.set(base.__dict__, "forward", ABSENT if inner is None else inner)
         for module in list_modules(base):
             if module.training:
                 changes.set(module.__dict__, "training", False)
+            if module._compiled_call_impl is not None:
+                changes.set(module.__dict__, "_compiled_call_impl", ABSENT)
         yield
 
 

@@ -15,7 +15,8 @@ from cbexp.engine import EngineError, SyncCBDriver
 from cbexp.engine import rescoring as rescoring_module
 from cbexp.engine.attention import attention
 from cbexp.engine.decode import Decoder
-from cbexp.engine.rescoring import RescoredCompletion, Rescoring, rescore
+from cbexp.engine.rescoring import RescoredCompletion, Rescoring, rescore, takes_best_tokens
+from cbexp.engine.types import Sampling
 from cbexp.engine.upstream import Batcher
 from tests.engine.models import VOCAB_SIZE, random_prompts
 
@@ -24,15 +25,22 @@ PROMPTS = random_prompts((1, 2, 7, 16, 17, 40, 20, 21), seed=3)
 
 def rescore_rounds(model, driver, num_rounds=1):
     """All completions of some rounds, by the model itself."""
+    sampling = Sampling(**driver.resolved["sampling"])
     rescored = []
     for index in range(num_rounds):
         driver.add_requests(PROMPTS)
-        completions = driver.drive_until_empty().values()
         rescored += [
-            rescore(model, f"round {index}, {completion.request_id}", prompt, completion.completion_ids)
-            for prompt, completion in zip(PROMPTS, completions, strict=True)
+            rescore(
+                model,
+                f"round {index}, {completion.request_id}",
+                prompt,
+                completion.completion_ids,
+                logprobs=completion.logprobs_model or None,
+                temperature=sampling.temperature,
+            )
+            for prompt, completion in zip(PROMPTS, driver.drive_until_empty().values(), strict=True)
         ]
-    return Rescoring(rescored, is_greedy=True)
+    return Rescoring(rescored, takes_best_tokens(sampling))
 
 
 # What is wrong
@@ -104,7 +112,7 @@ def sharpen_later(monkeypatch):
         return original(*args)
 
     monkeypatch.setattr(attention, "paged_decode_attention", attend)
-    monkeypatch.setattr(Decoder, "begin", lambda self: drives.append(self) or begin(self))
+    monkeypatch.setattr(Decoder, "begin", lambda self, *args: drives.append(self) or begin(self, *args))
 
 
 FAULTS = {
@@ -124,7 +132,7 @@ SUBTLE = ("results of two requests exchanged", "a scale wrong only after the fir
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [*((name, torch.float32) for name in FAULTS), *((name, torch.bfloat16) for name in SUBTLE)],
+    [*((name, torch.float32) for name in FAULTS), (SUBTLE[1], torch.bfloat16)],
     ids=str,
 )
 def test_a_fault_that_the_self_check_cannot_see_is_found(new_model, make_driver, monkeypatch, name, dtype):
@@ -134,6 +142,25 @@ def test_a_fault_that_the_self_check_cannot_see_is_found(new_model, make_driver,
     problem = rescore_rounds(model, driver, num_rounds=2).find_problem()
     assert "less likely than the best one" in (problem or "")
     assert driver.resolved["self_check_results"]  # which were passed
+
+
+@pytest.mark.parametrize("name", [None, *SUBTLE])
+def test_a_fault_in_sampled_rounds_is_found_by_their_log_probabilities(
+    shared_model, make_driver, monkeypatch, name
+):
+    """With all that changes a distribution: log-probabilities are the model's own."""
+    model, sampling = shared_model("qwen3"), Sampling(0.8, top_k=20, top_p=0.9, repetition_penalty=1.2)
+    driver = make_driver(model, sampling=sampling, logprobs=True)
+    if name is not None:
+        FAULTS[name](monkeypatch)
+    rescoring = rescore_rounds(model, driver, num_rounds=2)
+    if name is None:
+        assert (rescoring.find_problem(), rescoring.is_greedy) == (None, False)
+        assert rescoring.figures == pytest.approx(
+            {"kl": 0.0, "max_logprob_difference": 0.0, "beyond_cap_share": 0.0}, abs=1e-4
+        )
+    else:
+        assert "KL divergence" in rescoring.find_problem()
 
 
 @pytest.mark.parametrize("token_id", [VOCAB_SIZE, -2])
@@ -203,25 +230,30 @@ def test_scores_are_those_of_the_whole_forward_and_the_layers_run_once(shared_mo
 
 
 def test_the_model_runs_as_it_is_trained_but_for_dropout(new_model):
-    """In accelerate's autocast around a PEFT wrapper; and it is left as it was."""
+    """With its adapter, in the autocast of its wrappers; and it is left as it was."""
     model = new_model("qwen3", attention_dropout=0.9)
     adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
     prompt, tokens = random_prompts((9, 8))
-    plain = rescore(adapted, "it", prompt, tokens, logprobs=[0.0] * 8)
+
+    def score(wrapped):
+        return rescore(wrapped, "it", prompt, tokens, logprobs=[0.0] * 8)
+
+    plain = score(adapted)
     adapted.train()
     model.model.layers[0].eval()
-    assert torch.equal(
-        rescore(adapted, "it", prompt, tokens, logprobs=[0.0] * 8).differences, plain.differences
-    )
+    assert torch.equal(score(adapted).differences, plain.differences)
     assert (adapted.training, model.model.layers[0].training, model.lm_head.training) == (True, False, True)
     with adapted.disable_adapter():
-        without = rescore(adapted, "it", prompt, tokens, logprobs=[0.0] * 8)
-    assert not torch.allclose(without.differences, plain.differences)
-    autocast = torch.autocast("cpu", dtype=torch.bfloat16)
-    adapted.forward = convert_outputs_to_fp32(autocast(adapted.forward))
-    rounded = rescore(adapted, "it", prompt, tokens, logprobs=[0.0] * 8, dtype=torch.bfloat16)
-    error = (rounded.differences - plain.differences).abs().max()
-    assert 1e-4 < error < 0.3
+        assert not torch.allclose(score(adapted).differences, plain.differences)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        model.eval()
+        logits = model(input_ids=torch.tensor([prompt + tokens])).logits[0, 8:-1].float()
+        model.train()
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0].double()
+    adapted.forward = convert_outputs_to_fp32(torch.autocast("cpu", dtype=torch.bfloat16)(adapted.forward))
+    rounded = score(torch.nn.DataParallel(adapted))
+    torch.testing.assert_close(rounded.differences, expected, rtol=0, atol=1e-6)
+    assert not torch.allclose(rounded.differences, plain.differences, atol=1e-4)
     assert rounded.lag_bounds.min() > 100 * plain.lag_bounds.max()
 
 
@@ -278,6 +310,20 @@ def test_a_greedy_token_that_lags_is_a_problem(completion, problem):
     else:
         assert problem in rescoring.find_problem()
     assert Rescoring([completion_of(lags=completion["lags"])], is_greedy=False).find_problem() is None
+
+
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        (Sampling(top_k=3, top_p=0.5, stop_token_ids=(1,)), True),
+        (Sampling(temperature=0.1), False),
+        (Sampling(repetition_penalty=1.1), False),
+        (Sampling(min_new_tokens=2), False),
+        (Sampling(suppress_token_ids=(1,)), False),
+    ],
+)
+def test_which_tokens_are_to_be_the_best_ones(sampling, expected):
+    assert takes_best_tokens(sampling) is expected
 
 
 @pytest.mark.parametrize(
