@@ -69,6 +69,10 @@ class RunDirectory:
         """Write engine.json: batching, attention and compile settings as resolved."""
         self._write_json("engine.json", values)
 
+    def write_rescoring(self, values: Mapping[str, Any]) -> None:
+        """Write rescore.json: what the model's own forward makes of a sample of the completions."""
+        self._write_json("rescore.json", values)
+
     def append_round(
         self,
         record: RoundRecord,

@@ -29,5 +29,9 @@ class MemoryBudgetError(CbexpError):
     """The model and cache asked for do not fit, or memory ran out while running."""
 
 
+class RescoringError(CbexpError):
+    """Completions are not what the model's own forward makes of their prompts, beyond rounding."""
+
+
 class RequestsFailedError(CbexpError):
     """Requests failed or went missing in a round, so its figures would not be of the whole workload."""

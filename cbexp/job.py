@@ -16,14 +16,22 @@ from cbexp.dataset.prompts import PromptSet, load_prompts
 from cbexp.display import ProgressDisplay
 from cbexp.engine import RolloutDriver
 from cbexp.engine.interrupts import deferring_interrupts
+from cbexp.engine.types import Sampling
 from cbexp.environment import reset_peak_memory
-from cbexp.errors import RequestsFailedError
+from cbexp.errors import RequestsFailedError, RescoringError
 from cbexp.factory import build_driver, resolve_stop_ids
-from cbexp.metrics import RequestRecord, RooflineInputs, RoundRecord
+from cbexp.metrics import RequestRecord, RooflineInputs, RoundRecord, RunDescription
 from cbexp.model.loading import LoadedModel, describe_model, load_model, load_tokenizer
 from cbexp.planning.compile_cache import compile_environment, describe_compile_cache, explaining_full_cache
 from cbexp.planning.plan import RunPlan
 from cbexp.planning.roofline import measure_roofline
+from cbexp.rescoring import (
+    RescoringSample,
+    choose_sample,
+    describe_none,
+    describe_rescoring,
+    list_details,
+)
 from cbexp.rounds import RoundResult, RoundRunner, describe_failures, measure_round_memory
 from cbexp.run_description import describe_run
 from cbexp.tracking import Tracker
@@ -34,7 +42,7 @@ T = TypeVar("T")
 class Job:
     """Runs one configuration and keeps what the summary needs. Use as a context manager: leaving it closes the driver.
 
-    `durations_s` has the seconds of loading and warming up, which no round's clock includes.
+    `durations_s` has the seconds of loading, warming up and rescoring, which no round's clock includes.
     """
 
     def __init__(
@@ -55,6 +63,7 @@ class Job:
         self._requests: list[RequestRecord] = []
         self._num_written = 0
         self._last_completions: Sequence[dict[str, Any]] = []
+        self._sample = RescoringSample(())
         self._roofline: RooflineInputs | None = None
         self._compile_cache: dict[str, Any] | None = None
         self.durations_s: dict[str, float] = {}
@@ -72,6 +81,7 @@ class Job:
 
         Raises:
             RequestsFailedError: a request failed or was lost, so that throughput would be of unequal work.
+            RescoringError: what was generated is not what the model's own forward makes of the prompts.
         """
         config = self._config
         tokenizer = self._timed("load_tokenizer", lambda: self._load_tokenizer())
@@ -90,7 +100,9 @@ class Job:
             self._run_round(index, loaded, driver)
         self._write_engine(driver)
         self._tracker.log_completions(self._last_completions)
-        return self._summarize(loaded, prompts, driver)
+        description = describe_run(self._plan, loaded, prompts, driver.resolved)
+        rescoring = self._rescore(loaded, prompts, driver)
+        return self._summarize(description, driver, rescoring)
 
     def save_interrupted_round(self) -> int:
         """Write down what a broken-off round had produced; returns how many of its requests had finished."""
@@ -141,6 +153,9 @@ class Job:
             config.dataset.num_generations,
             loaded.device,
             plan.kind.process_of(driver),
+        )
+        self._sample = RescoringSample(
+            choose_sample(config.rescore, config.num_rounds, self._runner.num_requests, config.seed)
         )
         with explaining_full_cache(config.compile) if plan.uses_compile_cache else nullcontext():
             self._timed("driver_warmup", driver.warmup)
@@ -198,16 +213,41 @@ class Job:
         failure = describe_failures(result)
         if failure is not None:
             raise RequestsFailedError(f"Round {index}: {failure}.")
+        self._sample.keep(index - self._config.num_warmup_rounds, index, result)
+
+    def _rescore(self, loaded: LoadedModel, prompts: PromptSet, driver: RolloutDriver) -> dict[str, Any]:
+        """What the model's own forward says of a sample of the completions, for the summary; closes the driver."""
+        config = self._config
+        if self._plan.kind.own_process:
+            return describe_none(f"driver={config.driver.name} has the model in a process of its own")
+        if not self._sample.kept:
+            return describe_none(f"rescore.completions={config.rescore.completions}")
+        sampling = Sampling(**driver.resolved["sampling"])
+        driver.close()  # there must be memory for a forward, and its cache may have it
+        rescoring = self._timed(
+            "rescore",
+            lambda: self._sample.rescore(
+                loaded, prompts.prompt_ids, config.dataset.num_generations, sampling
+            ),
+        )
+        summary = describe_rescoring(rescoring, config.driver.name)
+        self._directory.write_rescoring(list_details(rescoring, summary))
+        problem = rescoring.find_problem()
+        if problem is not None:
+            raise RescoringError(f"Rescoring: {problem} The run's records are kept, with rescore.json.")
+        return summary
 
     def _write_engine(self, driver: RolloutDriver) -> None:
         values: dict[str, Any] = {"plan": self._plan.to_dict(), "driver": driver.resolved}
         values |= {"compile_stats": driver.compile_stats, "compile_cache": self._compile_cache}
         self._directory.write_engine(values)
 
-    def _summarize(self, loaded: LoadedModel, prompts: PromptSet, driver: RolloutDriver) -> dict[str, Any]:
+    def _summarize(
+        self, description: RunDescription, driver: RolloutDriver, rescoring: dict[str, Any]
+    ) -> dict[str, Any]:
         cache_bytes = None if self._compile_cache is None else self._compile_cache["num_bytes"]
         return metrics.summarize_run(
-            describe_run(self._plan, loaded, prompts, driver.resolved),
+            description,
             self._rounds,
             self._requests,
             self.durations_s,
@@ -215,6 +255,7 @@ class Job:
             self._plan.warnings,
             driver.compile_stats | {"compile_cache_bytes": cache_bytes},
             [asdict(setting) for setting in self._plan.idle],
+            rescoring,
         )
 
     def _timed(self, name: str, work: Callable[[], T]) -> T:

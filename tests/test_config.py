@@ -14,6 +14,7 @@ from cbexp.config import (
     DriverConfig,
     ExperimentConfig,
     ModelConfig,
+    RescoreConfig,
     SamplingConfig,
     TrackingConfig,
     find_idle_settings,
@@ -79,6 +80,7 @@ def test_numbers_have_a_least_value_and_names_are_choices(given):
         (CompileConfig, {"cache_dir": ""}, ["compile.cache_dir is empty", "null"]),
         (DriverConfig, {"name": "vllm", "start_timeout_s": 0}, ["driver.start_timeout_s=0", "more than 0"]),
         (ArtifactsConfig, {"completions": "some"}, ["artifacts.completions=some", "all, none or a number"]),
+        (RescoreConfig, {"completions": "-1"}, ["rescore.completions=-1", "all or a number of completions"]),
         (ExperimentConfig, {"name": "../up"}, ["name='../up'"]),
         (ExperimentConfig, {"cell_timeout_s": 0}, ["cell_timeout_s=0", "seconds above 0"]),
         (ExperimentConfig, {"cell_timeout_s": 3, "isolation": "none"}, ["no effect with isolation=none"]),
@@ -138,6 +140,7 @@ def test_what_only_the_plan_can_tell_and_what_generate_lacks_is_not_refused():
         ({"tracking": TrackingConfig(max_logged_completions=5)}, ["tracking.max_logged_completions=5"]),
         ({"dry_run": True, "stats_path": "s.json"}, ["stats_path=s.json"]),
         ({"model": RANDOM, "dataset": RANGE}, ["model.revision=v"]),
+        ({"driver": DriverConfig("vllm"), "rescore": RescoreConfig("3")}, ["rescore.completions=3"]),
     ],
 )
 def test_idle_settings_are_named(parts, expected):

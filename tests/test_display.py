@@ -24,6 +24,9 @@ ADAPTER = "random LoRA of rank 16 on q_proj, k_proj, v_proj, o_proj"
 DESCRIPTION = describe_run(name="a-sweep-with-a-long-name", lora_adapter=ADAPTER, max_new_tokens=12)
 STATS = {"graphs": 9, "replays": 1234, "skipped_cudagraphs": 2, "compile_s": 12.5, "capture_s": 0.75}
 STATS |= {"recompiles": 0, "graph_breaks": 0, "device_idle_share": 0.034}
+RESCORED = {"num_completions": 3, "num_tokens": 24}
+GREEDY = RESCORED | {"max_lag": 0.19, "mean_lag": 0.0043, "not_best_share": 0.1}
+SAMPLED = RESCORED | {"kl": 1.2e-4, "max_logprob_difference": 0.04, "beyond_cap_share": 0.5}
 ROOFLINE = {"roofline_fraction": 0.71, "bandwidth_bytes_per_s": 4.3e12}
 
 
@@ -148,6 +151,23 @@ DIFFERING = {"are_rounds_identical": False, "num_differing_requests": 1}
         ("length length", FIXED, "24 output tokens a round, fixed length 12"),
         ("length", FIXED | {"num_short": 4}, "4 request(s) SHORT of the fixed length 12"),
         ("eos eos", DIFFERING, "NOT identical: the completions of 1 of 2 requests differ between timed"),
+        (
+            "eos eos",
+            {"rescoring": GREEDY | {"note": None}},
+            "3 completions, 24 tokens, by the model's own forward; at",
+        ),
+        (
+            "eos eos",
+            {"rescoring": GREEDY | {"note": None}},
+            "at most 0.19 nats below its best token (mean 0.0043)",
+        ),
+        ("eos eos", {"rescoring": SAMPLED | {"note": "why"}}, "of sequences beyond a ratio of 3; why"),
+        (
+            "eos eos",
+            {"rescoring": SAMPLED | {"note": None}},
+            "KL 0.00012, log-probabilities up to 0.04 apart, 50.0 %",
+        ),
+        ("eos eos", {"rescoring": {"num_completions": 0, "note": "why"}}, "rescored nothing: why"),
         ("eos failed lost", {}, "but 2 FAILED and 2 LOST of 6 requests"),
     ],
 )

@@ -11,12 +11,14 @@ import torch
 from cbexp import job, rounds
 from cbexp.artifacts import RunDirectory, read_jsonl
 from cbexp.config import (
+    AdapterConfig,
     ArtifactsConfig,
     CompileConfig,
     DatasetConfig,
     DriverConfig,
     ExperimentConfig,
     ModelConfig,
+    RescoreConfig,
     SamplingConfig,
     TrackingConfig,
 )
@@ -88,9 +90,18 @@ def test_job_writes_what_was_asked_for(whole):
     assert summary["tokens_per_burst"] > summary["steps_per_burst"]
     assert summary["padding_share"] > 0
     assert (summary["bandwidth_bytes_per_s"], summary["roofline_fraction"]) == (None, None)
+    rescored = load(whole, "rescore.json")
+    assert (summary["rescoring"]["num_completions"], len(rescored["completions"])) == (8, 8)
+    assert summary["rescoring"].items() <= rescored.items()
+    assert (summary["rescoring"]["max_lag"], summary["rescoring"]["note"], rescored["problem"]) == (
+        0.0,
+        None,
+        None,
+    )
+    assert {row["name"].split(",")[0] for row in rescored["completions"]} == {"round 1", "round 2"}
     durations_s = dict(summary["durations_s"])
     assert "measure_bandwidth" not in durations_s
-    assert {"prepare", "load_model", "build_driver", "driver_warmup"} < set(durations_s)
+    assert {"prepare", "load_model", "build_driver", "driver_warmup", "rescore"} < set(durations_s)
     assert sum(durations_s.values()) - durations_s["total"] < durations_s["total"]
 
 
@@ -101,6 +112,8 @@ def test_every_driver_and_batch_shape_does_the_same_work(tmp_path, whole, change
     assert digest(outcome) == digest(whole)
     assert outcome.summary["workload_hash"] == whole.summary["workload_hash"]
     assert outcome.summary["accuracy"] == 1.0
+    assert outcome.summary["rescoring"]["num_completions"] == 6
+    assert outcome.summary["rescoring"]["max_lag"] < 1e-4
     if "compile" in changes:
         bursts = [step for step in rows(outcome, "steps.jsonl") if step["kind"] == "decode"]
         assert {step["bucket"] for step in bursts} == {6}
@@ -109,8 +122,10 @@ def test_every_driver_and_batch_shape_does_the_same_work(tmp_path, whole, change
 
 
 def test_generations_of_a_prompt_are_judged_with_its_answer(tmp_path):
-    outcome = run(tmp_path, num_generations=2)
+    outcome = run(tmp_path, num_generations=2, rescore=RescoreConfig("0"))
     assert outcome.summary["num_judged"] == outcome.summary["num_correct"] == 12
+    assert outcome.summary["rescoring"]["note"] == "rescore.completions=0"
+    assert not (outcome.run_dir / "rescore.json").exists()
 
 
 @pytest.mark.parametrize("driver", [{}, *OTHERS], ids=str)
@@ -219,6 +234,26 @@ def test_failed_request_ends_the_job_with_its_name(tmp_path, monkeypatch):
     assert outcome.status == "failed"
     assert "1 of 6 requests failed or were lost: req_0: lost" in outcome.message
     assert rows(outcome, "rounds.jsonl")[0]["num_lost"] == 1
+
+
+def test_tokens_that_the_model_would_not_choose_fail_the_run_and_the_records_stay(tmp_path, monkeypatch):
+    """Results of the first two requests are exchanged, with the prompts that they say they are of."""
+    original = SyncCBDriver.drive_until_empty
+
+    def exchange(self):
+        completions = original(self)
+        one, other = "req_0", "req_1"
+        return completions | {one: completions[other], other: completions[one]}
+
+    monkeypatch.setattr(SyncCBDriver, "drive_until_empty", exchange)
+    outcome = run(tmp_path, adapter=AdapterConfig(kind="lora", rank=2))
+    assert outcome.status == "failed"
+    assert "Rescoring: round 0, req_0: token 0 is less likely than the best one by" in outcome.message
+    assert load(outcome, "status.json")["error_class"] == "RescoringError"
+    assert len(rows(outcome, "rounds.jsonl")) == 1
+    assert len(rows(outcome, "completions.jsonl")) == 6
+    assert load(outcome, "rescore.json")["problem"] in outcome.message
+    assert not (outcome.run_dir / "summary.json").exists()
 
 
 def test_interrupt_while_judging_loses_no_completion(tmp_path, monkeypatch):

@@ -200,7 +200,15 @@ def test_summary_of_a_run():
     flat = [request for own in requests for request in own]
     durations_s = {"load": 1.5, "warmup": 2.0}
     summary = metrics.summarize_run(
-        DESCRIPTION, rounds, flat, durations_s, roofline, ["be careful"], compiled | {"unknown": 1}, idle
+        DESCRIPTION,
+        rounds,
+        flat,
+        durations_s,
+        roofline,
+        ["be careful"],
+        compiled | {"unknown": 1},
+        idle,
+        {"kl": 0.1},
     )
     json.dumps(summary, allow_nan=False)
     assert summary.pop("mean_decode_context") == context
@@ -244,6 +252,7 @@ def test_summary_of_a_run():
         "bandwidth_bytes_per_s": 2000.0,
         "are_rounds_identical": False,
         "num_differing_requests": 1,
+        "rescoring": {"kl": 0.1},
         "settings_without_effect": idle,
         "warnings": ["be careful"],
     }

@@ -224,6 +224,11 @@ def test_a_job_has_the_records_of_any_other_and_asks_nothing_of_a_gpu(fake, monk
         "are_rounds_identical": True,
         "decode_step_s": None,
         "roofline_fraction": None,
+        "rescoring": {
+            "num_completions": 0,
+            "num_tokens": 0,
+            "note": "driver=vllm has the model in a process of its own",
+        },
     }
     summary = json.loads((folder / "summary.json").read_text())
     assert {key: summary[key] for key in expected} == expected

@@ -11,7 +11,7 @@ from cbexp.config.experiment import (
 )
 from cbexp.config.idle_settings import IdleSetting, find_idle_settings
 from cbexp.config.model import BUILTIN_PREFIX, AdapterConfig, ModelConfig
-from cbexp.config.records import TRACKING_MODES, ArtifactsConfig, TrackingConfig
+from cbexp.config.records import TRACKING_MODES, ArtifactsConfig, RescoreConfig, TrackingConfig
 from cbexp.config.schema import register_schema
 from cbexp.config.workload import DATASET_KINDS, DatasetConfig, SamplingConfig
 
@@ -29,6 +29,7 @@ __all__ = [
     "ExperimentConfig",
     "IdleSetting",
     "ModelConfig",
+    "RescoreConfig",
     "SamplingConfig",
     "SweepInfo",
     "TrackingConfig",

@@ -13,7 +13,7 @@ from cbexp.checks import check_at_least, check_choice, check_is_set
 from cbexp.config.engine import CacheConfig, CompileConfig, DriverConfig
 from cbexp.config.idle_settings import find_reasons
 from cbexp.config.model import AdapterConfig, ModelConfig
-from cbexp.config.records import ArtifactsConfig, TrackingConfig
+from cbexp.config.records import ArtifactsConfig, RescoreConfig, TrackingConfig
 from cbexp.config.workload import DatasetConfig, SamplingConfig
 from cbexp.drivers.registry import DRIVERS, DriverKind
 from cbexp.engine.settings import check_config, check_values
@@ -49,6 +49,7 @@ class ExperimentConfig:
     driver: DriverConfig = field(default_factory=DriverConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     artifacts: ArtifactsConfig = field(default_factory=ArtifactsConfig)
+    rescore: RescoreConfig = field(default_factory=RescoreConfig)
     name: str = "default"
     seed: int = 0
     num_warmup_rounds: int = 1

@@ -118,6 +118,11 @@ def _find_by_driver(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
         # "off" asks a driver without sharing for what it does.
         if name != "cache.block_sharing" or config.cache.block_sharing == "on":
             yield name, reason
+    if config.driver_kind.own_process:
+        yield (
+            "rescore.completions",
+            f"driver={config.driver.name}, which has the model in a process of its own",
+        )
 
 
 def _each(group: str, names: Iterable[str], reason: str) -> Iterator[tuple[str, str]]:

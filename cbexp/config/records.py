@@ -1,4 +1,4 @@
-"""Settings of what is kept: Weights & Biases, and files."""
+"""Settings of what is kept and looked at afterwards: Weights & Biases, files, rescoring."""
 
 from __future__ import annotations
 
@@ -51,4 +51,17 @@ class ArtifactsConfig:
         if self.completions not in ("all", "none") and not re.fullmatch("[0-9]+", self.completions):
             raise ConfigError(
                 f"artifacts.completions={self.completions} must be all, none or a number of rows."
+            )
+
+
+@dataclass
+class RescoreConfig:
+    """How many completions of the timed rounds the model's own forward rescores: a number (0: none), or all."""
+
+    completions: str = "8"
+
+    def __post_init__(self) -> None:
+        if self.completions != "all" and not re.fullmatch("[0-9]+", self.completions):
+            raise ConfigError(
+                f"rescore.completions={self.completions} must be all or a number of completions, 0 for none."
             )

@@ -68,6 +68,8 @@ def _rows(summary: Summary) -> Iterator[tuple[str, str, str]]:
         yield "accuracy", f"{format_share(summary['accuracy'])} ({judged})", GOOD
     if summary["are_rounds_identical"] is not None:
         yield _identity(summary)
+    if summary["rescoring"] is not None:
+        yield _rescoring(summary["rescoring"])
     if summary["decode_share"] is not None:
         yield "time", _shares(summary), ""
         yield "batch", _batch(summary), ""
@@ -122,6 +124,26 @@ def _identity(summary: Summary) -> tuple[str, str, str]:
     num_requests = summary["num_prompts"] * summary["num_generations"]
     differing = f"{summary['num_differing_requests']} of {num_requests} requests"
     return "rounds", f"NOT identical: the completions of {differing} differ between timed rounds", "yellow"
+
+
+def _rescoring(rescoring: Summary) -> tuple[str, str, str]:
+    num_completions, note = rescoring["num_completions"], rescoring["note"]
+    if num_completions == 0:
+        return "rescored", f"nothing: {note}", "yellow"
+    parts = [
+        f"{num_completions:,} completions, {rescoring['num_tokens']:,} tokens, by the model's own forward"
+    ]
+    if "max_lag" in rescoring:
+        parts.append(
+            f"at most {rescoring['max_lag']:.2g} nats below its best token (mean {rescoring['mean_lag']:.2g})"
+        )
+    if "kl" in rescoring:
+        beyond = format_share(rescoring["beyond_cap_share"])
+        parts.append(
+            f"KL {rescoring['kl']:.2g}, log-probabilities up to {rescoring['max_logprob_difference']:.2g} "
+            f"apart, {beyond} of sequences beyond a ratio of 3"
+        )
+    return "rescored", "; ".join(parts + ([note] if note else [])), "yellow" if note else GOOD
 
 
 def _shares(summary: Summary) -> str:

@@ -45,20 +45,10 @@ class Shadow:
         return {"dtype": str(self._copies[0].dtype).removeprefix("torch."), "shadow_bytes": storage.nbytes()}
 
     def find_dtype(self) -> torch.dtype | None:
-        """The dtype in which the trainer would compute now, where that asks for copies; else None.
-
-        The innermost autocast counts, and that of a forward is inside the caller's.
-        """
-        device_type = self._model.device.type
-        if self._model.dtype != torch.float32 or not torch.amp.is_autocast_available(device_type):
+        """The dtype in which the trainer would compute now, where that asks for copies; else None."""
+        if self._model.dtype != torch.float32:
             return None
-        is_on = torch.is_autocast_enabled(device_type)
-        dtype = torch.get_autocast_dtype(device_type) if is_on else None
-        for module in self._wrappers:
-            dtype = read_engine_autocast(module) or dtype
-            for autocast in find_autocasts(module):
-                if autocast.device == device_type:
-                    dtype = autocast.fast_dtype if autocast._enabled else None
+        dtype = find_autocast_dtype(self._model.device.type, self._wrappers)
         return dtype if dtype in SHADOWED_DTYPES else None
 
     def refresh(
@@ -99,6 +89,23 @@ class Shadow:
     def release(self) -> None:
         """Free the memory; the next `refresh` takes some anew. Safe to call twice."""
         self._copies, self._layout = [], ()
+
+
+def find_autocast_dtype(device_type: str, wrappers: Sequence[nn.Module]) -> torch.dtype | None:
+    """The dtype of the autocast in which a model would run now, called by its outermost wrapper; None: there is none.
+
+    The innermost autocast counts, and that of a forward is inside the caller's.
+    """
+    if not torch.amp.is_autocast_available(device_type):
+        return None
+    is_on = torch.is_autocast_enabled(device_type)
+    dtype = torch.get_autocast_dtype(device_type) if is_on else None
+    for module in wrappers:
+        dtype = read_engine_autocast(module) or dtype
+        for autocast in find_autocasts(module):
+            if autocast.device == device_type:
+                dtype = autocast.fast_dtype if autocast._enabled else None
+    return dtype
 
 
 def allocate(num_bytes: int, device: torch.device) -> Tensor:

@@ -48,6 +48,7 @@ def summarize_run(
     warnings: Sequence[str],
     compile_stats: Mapping[str, Any],
     idle: Sequence[Mapping[str, Any]] = (),
+    rescoring: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The content of summary.json: plain JSON values over the timed rounds; of warmup only its number is there.
 
@@ -56,7 +57,7 @@ def summarize_run(
     of requests are over all requests of the timed rounds; those of decode steps are the median of the rounds'
     percentiles. `durations_s` are seconds outside of timing, by name (load, compile, warmup). `compile_stats` is what
     the driver counted over the whole run, warmup included: `COMPILE_STATS`, of which what it lacks is None. `idle` has
-    the settings that changed nothing, each with its value and the reason.
+    the settings that changed nothing, each with its value and the reason. `rescoring` is as it is.
 
     Keys that scripts of this field read:
         backend: the driver (sync, manager, generate, vllm). compile_mode, attn_impl, lora_adapter: as resolved.
@@ -92,6 +93,7 @@ def summarize_run(
         "bandwidth_bytes_per_s": None if roofline is None else roofline.bandwidth_bytes_per_s,
         **_roofline(timed, timed_requests, roofline),
         **_determinism(timed, timed_requests, description),
+        "rescoring": None if rescoring is None else dict(rescoring),
         "settings_without_effect": list(idle),
         "warnings": list(warnings),
     }

@@ -49,6 +49,8 @@ def _doubts_of_figures(run: Run) -> Iterator[str]:
         yield "some requests ended below the fixed length"
     if run.fact("is_fixed_length") is True and run.figure("num_judged"):
         yield "answers were judged although sampling.ignore_eos=true wrote on past their ends: accuracy means little"
+    if run.figure("rescoring", "num_completions") == 0:
+        yield f"no completion was rescored: {run.fact('rescoring', 'note')}"
     yield from strings(run.summary, "warnings")
 
 

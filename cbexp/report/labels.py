@@ -10,7 +10,7 @@ from cbexp.cell_settings import SETTINGS_OUTSIDE_A_CELL
 from cbexp.report.run import Run
 
 # Settings that change neither the workload nor how it runs.
-IDLE_KEYS = (*SETTINGS_OUTSIDE_A_CELL, "hydra", "artifacts")
+IDLE_KEYS = (*SETTINGS_OUTSIDE_A_CELL, "hydra", "artifacts", "rescore")
 
 
 def label_runs(runs: Sequence[Run]) -> dict[Path, str]:

@@ -107,6 +107,11 @@ COLUMNS = (
     ),
     Column("accuracy", "Correct of the judged completions", _figure("accuracy", "{:.1%}")),
     Column(
+        "KL",
+        "Of the driver's distribution from that of the model's own forward, on the completions that were rescored",
+        _figure("kl", "{:.2g}"),
+    ),
+    Column(
         "same output",
         "Requests whose completion equals the baseline's, token by token",
         _figure("same_completions_share", "{:.1%}"),

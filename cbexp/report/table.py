@@ -26,6 +26,7 @@ HEADERS = (
     "memory",
     "roofline",
     "accuracy",
+    "KL",
 )
 
 
@@ -41,7 +42,7 @@ def format_table(runs: Sequence[Run], baseline: str | None = None) -> str:
 def format_rows(rows: Sequence[Row], runs: Sequence[Run], baseline: str | None) -> str:
     """The table and notes of rows that `run_rows` made of these runs and this baseline."""
     workloads = find_workloads(rows, runs)
-    headers = _headers(workloads)
+    headers = _headers(rows, workloads)
     texts = [headers.index(name) for name in ("workload", "cell", "status") if name in headers]
     table = format_columns(headers, _cells(rows, workloads), text_columns=texts)
     notes = "".join(f"{printable(line)}\n" for line in describe_table(rows, workloads, baseline))
@@ -52,7 +53,7 @@ def format_markdown(runs: Sequence[Run], baseline: str | None = None) -> str:
     """The same as a markdown table. Characters that are markup in markdown are escaped."""
     rows = _some_rows(runs, baseline)
     workloads = find_workloads(rows, runs)
-    headers = _headers(workloads)
+    headers = _headers(rows, workloads)
     num_texts = len(headers) - headers.index("output tok/s")
     lines = [
         _markdown_line(headers),
@@ -107,9 +108,16 @@ def _some_rows(runs: Sequence[Run], baseline: str | None) -> list[Row]:
     return run_rows(runs, baseline)
 
 
-def _headers(workloads: Sequence[Workload]) -> list[str]:
-    """The headers, with `workload` only where there are several."""
-    return [name for name in HEADERS if name != "workload" or len(workloads) > 1]
+def _headers(rows: Sequence[Row], workloads: Sequence[Workload]) -> list[str]:
+    """The headers, with `workload` only where there are several, and `KL` only where a run has one."""
+    absent = set() if len(workloads) > 1 else {"workload"}
+    if not _have_kl(rows):
+        absent.add("KL")
+    return [name for name in HEADERS if name not in absent]
+
+
+def _have_kl(rows: Sequence[Row]) -> bool:
+    return any(row["kl"] is not None for row in rows)
 
 
 def _cells(rows: Sequence[Row], workloads: Sequence[Workload]) -> list[list[str]]:
@@ -126,6 +134,7 @@ def _cells(rows: Sequence[Row], workloads: Sequence[Workload]) -> list[list[str]
             _shown_memory(row),
             _shown(row["roofline_fraction"], ".1%"),
             _shown(row["accuracy"], ".1%"),
+            *([_shown(row["kl"], ".2g")] if _have_kl(rows) else []),
         ]
         for index, row in enumerate(rows, start=1)
     ]

@@ -27,7 +27,7 @@ MEANINGS: Mapping[str, str] = {
     "decode": "steps that add a token to each request",
     "idle": "time of the timed rounds outside of any step: the driver itself, and waiting",
     UNKNOWN_ROUND: "timed rounds of a driver that records no steps",
-    OTHER: "judging, tracking and writing down, in no figure",
+    OTHER: "judging, rescoring, tracking and writing down, in no figure",
 }
 
 

@@ -40,6 +40,7 @@ def sweep(make_run, tmp_path):
     """A steady run, a faster one with everything that makes it doubtful, and two without figures."""
     right, wrong = {"num_judged": 500, "accuracy": 0.9}, {"num_judged": 500, "accuracy": 0.5}
     wrong |= {"are_rounds_identical": False, "num_short": 2, "warnings": ["cache is small"]}
+    wrong |= {"rescoring": {"num_completions": 0, "num_tokens": 0, "note": "rescore.completions=0"}}
     walls_s = (1.0, 1.25, 1.0, 0.9, 1.0)
     make_run("sweep/0", ["model=tiny", "compile=eager"], (2.0,) * 5, **right, is_fixed_length=False)
     make_run("sweep/1", ["model=tiny", "compile=default"], walls_s, environment=DOUBTFUL, **wrong)
@@ -70,6 +71,7 @@ note: throughput varies by more than ±5% between rounds (#1)
 note: completions differ between timed rounds of the same prompts (#1)
 note: some requests ended below the fixed length (#1)
 note: answers were judged although sampling.ignore_eos=true wrote on past their ends: accuracy means little (#1)
+note: no completion was rescored: rescore.completions=0 (#1)
 note: cache is small (#1)
 note: uncommitted changes: the commit does not say what ran (#1)
 note: 1 other process(es) on the GPU when the run started (#1)
@@ -95,6 +97,18 @@ def test_report_has_the_table_the_failures_and_the_doubts(sweep, capsys):
     assert capsys.readouterr().out.splitlines() == REPORT.replace("{sweep}", str(sweep)).splitlines()
     card = "Its answers are wrong more often than those of #2, beyond chance: 90.0% of those"
     assert card in words_of(build_page(load_runs([sweep])))
+
+
+def test_what_rescoring_found_is_shown_where_it_is_known(make_run, capsys):
+    figures = {"kl": 1.2e-4, "max_logprob_difference": 0.5, "beyond_cap_share": 0.0}
+    make_run("sweep/0", ["rescore.completions=3"], rescoring={"num_completions": 3, "note": None} | figures)
+    folder = make_run("sweep/1", [], (2.0,) * 5).parent
+    assert main([str(folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("accuracy        KL")
+    assert [line.split()[-1] for line in lines[2:4]] == ["0.00012", "-"]
+    assert "0.00012" in words_of(build_page(load_runs([folder])))
+    assert "rescore.completions" not in "".join(lines)  # it makes no other configuration
 
 
 def test_steady_runs_alike_leave_no_notes(make_run):
