@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import random
 import sys
 import warnings
@@ -233,20 +232,24 @@ def build_reward(verify: Verifier, shuffle: bool, seed: int) -> Any:
     return reward
 
 
-def set_up_tracking(config: TrackingConfig, folder: Path) -> list[str]:
-    """Have TRL's own W&B callback do as `tracking` says; returns what it is to report to."""
-    if config.mode == "disabled" or (choice := choose_mode(config)).mode == "disabled":
+def start_tracking(config: GRPORun, folder: Path) -> list[str]:
+    """Start the run of W&B that TRL's own callback then logs to; returns what the trainer reports to."""
+    tracking = config.tracking
+    if tracking.mode == "disabled" or (choice := choose_mode(tracking)).mode == "disabled":
         return []
-    values = {
-        "WANDB_MODE": choice.mode,
-        "WANDB_PROJECT": config.project,
-        "WANDB_ENTITY": config.entity,
-        "WANDB_RUN_GROUP": config.group,
-        "WANDB_TAGS": ",".join(config.tags),
-        "WANDB_DIR": str(folder),
-        "WANDB_SILENT": "true",
-    }
-    os.environ.update({name: value for name, value in values.items() if value})
+    import wandb
+
+    wandb.init(
+        mode=choice.mode,
+        project=tracking.project,
+        entity=tracking.entity,
+        group=tracking.group,
+        tags=tracking.tags,
+        name=f"{config.name}-{config.seed}",
+        dir=str(folder),
+        config={"cbexp": dataclasses.asdict(config)},
+        settings=wandb.Settings(silent=True, console="off"),
+    )
     return ["wandb"]
 
 
@@ -275,12 +278,14 @@ def write_curve(history: Sequence[Mapping[str, Any]], folder: Path) -> list[dict
     return accuracies
 
 
-def log_curve(folder: Path) -> None:
-    """Add the picture to the run of W&B, if there is one."""
+def finish_tracking(folder: Path) -> None:
+    """Add the picture to the run of W&B, and end it."""
+    import wandb
+
     picture = folder / "curve.png"
-    wandb = sys.modules.get("wandb")
-    if wandb is not None and wandb.run is not None and picture.exists():
+    if wandb.run is not None and picture.exists():
         wandb.run.log({"curve": wandb.Image(str(picture))})
+    wandb.finish()
 
 
 def train(config: GRPORun, folder: Path) -> list[dict[str, Any]]:
@@ -291,7 +296,8 @@ def train(config: GRPORun, folder: Path) -> list[dict[str, Any]]:
     if config.model.num_threads is not None:
         torch.set_num_threads(config.model.num_threads)
     folder.mkdir(parents=True, exist_ok=True)
-    arguments = build_arguments(config, plan, folder, set_up_tracking(config.tracking, folder))
+    report_to = start_tracking(config, folder)
+    arguments = build_arguments(config, plan, folder, report_to)
     tokenizer = load_tokenizer(config.model)
     renderer = PromptRenderer(config.dataset, tokenizer)
     if config.dataset.chat_template is not None:
@@ -314,7 +320,8 @@ def train(config: GRPORun, folder: Path) -> list[dict[str, Any]]:
     trainer.verify = verify
     trainer.train(resume_from_checkpoint=arguments.resume_from_checkpoint)
     accuracies = write_curve(trainer.state.log_history, folder)
-    log_curve(folder)
+    if report_to:
+        finish_tracking(folder)
     return accuracies
 
 
