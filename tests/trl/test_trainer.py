@@ -2,12 +2,14 @@
 
 import math
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig
 
 from cbexp.engine import EngineError
-from tests.trl.trainers import EOS, PAD, build_dataset, load_tokenizer, reward_nothing
+from tests.trl.trainers import EOS, PAD, build_dataset, load_tokenizer, reward_length, reward_nothing
 
 A, B, C = [1, 2], [3], [4, 5, 6]
 
@@ -24,13 +26,13 @@ def generate_and_score(trainer):
 
 def test_a_training_step_with_the_correction(build_trainer):
     """End to end on the engine: its log-probabilities are those that TRL computes, so that nothing is corrected."""
-    trainer = build_trainer(correction=True)
+    trainer = build_trainer(reward_funcs=reward_length, correction=True)
     before = {name: value.clone() for name, value in trainer.model.named_parameters()}
     trainer.train()
     log = next(entry for entry in trainer.state.log_history if "reward" in entry)
     assert log["sampling/sampling_logp_difference/max"] < 1e-4
     assert log["sampling/importance_sampling_ratio/min"] == pytest.approx(1, abs=1e-3)
-    assert log["completions/clipped_ratio"] < 0.5
+    assert log["completions/clipped_ratio"] < 1  # EOS is there where the model made one
     assert log["rollout/tokens_per_s"] * log["rollout/generation_s"] == pytest.approx(
         8 * log["completions/mean_length"], rel=1e-3
     )
@@ -260,12 +262,57 @@ def test_evaluation_generates_with_its_own_numbers(build_trainer, fake_driver):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_keeps_the_submission_counter(build_trainer, fake_driver):
-    settings = {"max_steps": 3, "save_strategy": "steps", "save_steps": 2}
+@pytest.mark.parametrize(
+    "peft_config", [None, LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")]
+)
+def test_a_run_that_is_resumed_makes_the_completions_that_would_have_come(build_trainer, peft_config):
+    """And no two rollouts of a run are alike, nor those of two seeds."""
+
+    def train(checkpoint=None, **more):
+        trainer = build_trainer(settings | more, reward_funcs=reward_length, peft_config=peft_config)
+        rollouts, generate = [], trainer.generate_completions
+        trainer.generate_completions = lambda ids: rollouts.append(generate(ids)) or rollouts[-1]
+        trainer.train(resume_from_checkpoint=checkpoint)
+        versions = [sorted({version for each in made for version, _ in each.versions}) for made in rollouts]
+        return [[each.completion_ids for each in made] for made in rollouts], versions, trainer
+
+    settings = {
+        "max_steps": 3,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "max_completion_length": 16,
+        "temperature": 2.0,
+    }
+    whole, versions, trainer = train()
+    assert versions == [[0], [1], [2]]
+    rest, versions, _ = train(f"{trainer.args.output_dir}/checkpoint-2")
+    assert rest == whole[2:]
+    assert versions == [[2]]
+    other, _, _ = train(seed=1, save_strategy="no")
+    assert all(len(set(made)) > 2 for made in whole)
+    assert not set(other[0]) & set(whole[0])
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_another_trainer_has_no_counter_and_this_is_said(build_trainer, fake_driver):
+    settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
     trainer = build_trainer(settings, reward_funcs=reward_nothing)
     trainer.train()
-    resumed = build_trainer(settings, reward_funcs=reward_nothing)
-    folder = f"{trainer.args.output_dir}/checkpoint-2"
-    resumed.train(resume_from_checkpoint=folder)
-    assert (trainer.driver.state_dict(), len(trainer.driver.calls)) == ({"submissions": 3}, 3)
-    assert (resumed.driver.state_dict(), len(resumed.driver.calls)) == ({"submissions": 3}, 1)
+    folder = Path(trainer.args.output_dir) / "checkpoint-1"
+    (folder / "rollout_state_0.json").unlink()
+    with pytest.warns(
+        UserWarning, match=r"rollout_state_0\.json is missing: rollouts start from the first random"
+    ):
+        build_trainer(settings, reward_funcs=reward_nothing).train(resume_from_checkpoint=str(folder))
+
+
+@pytest.mark.slow
+def test_a_stop_string_ends_a_completion_of_the_engine(build_trainer):
+    """A colon is in the first line of every answer."""
+    trainer = build_trainer({"generation_kwargs": {"stop_strings": [":"]}}, correction=True)
+    batch = generate_and_score(trainer)
+    texts = trainer.processing_class.batch_decode(batch["completion_ids"], skip_special_tokens=True)
+    assert all(text.endswith(":") and text.count(":") == 1 for text in texts)
+    assert trainer._metrics["train"]["completions/clipped_ratio"] == [0]
+    assert torch.equal(batch["tool_mask"].sum(1), batch["completion_mask"].sum(1) - 1)
+    assert trainer._metrics["train"]["sampling/sampling_logp_difference/max"][0] < 1e-4
