@@ -4,6 +4,11 @@ On one GPU this takes minutes. One CPU core needs less than 40 minutes for more 
 
     PYTHONPATH=. python scripts/train_tiny.py --output cbexp/assets/tiny
     PYTHONPATH=. python scripts/train_tiny.py --output cbexp/assets/tiny --steps 7200 --batch-size 32
+
+Stopped early it makes a model that leaves something to learn, for `scripts/grpo.py`:
+
+    PYTHONPATH=. python scripts/train_tiny.py --output cbexp/assets/tiny_early --steps 7200 --batch-size 32 \\
+        --evaluate-every 100 --stop-at 0.45 --target 0.4
 """
 
 from __future__ import annotations
@@ -70,6 +75,11 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--target", type=float, default=0.95, help="write nothing below this held-out accuracy"
+    )
+    parser.add_argument(
+        "--stop-at",
+        type=float,
+        help="end with the first measurement of at least this accuracy; default: all steps",
     )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--seed", type=int, default=0)
@@ -212,7 +222,10 @@ def train_model(
         if step % 100 == 0:
             print(f"step {step}: loss {loss.item():.4f}, {time.monotonic() - start_s:.0f} s", flush=True)
         if step % arguments.evaluate_every == 0:
-            print(f"step {step}: accuracy {measure_accuracy(model, tokenizer, monitored):.3f}", flush=True)
+            accuracy = measure_accuracy(model, tokenizer, monitored)
+            print(f"step {step}: accuracy {accuracy:.3f}", flush=True)
+            if arguments.stop_at is not None and accuracy >= arguments.stop_at:
+                return
 
 
 @torch.no_grad()

@@ -20,6 +20,8 @@ VIOLATIONS = [
     ("Only the command line and the schema know Hydra", "experiment", "omegaconf"),
     ("Only tracking talks to Weights & Biases", "artifacts", "wandb"),
     ("The registry of drivers imports the engine alone", "drivers.registry", "errors"),
+    ("The trainer imports the engine alone", "trl.trainer", "errors"),
+    ("Imports point down only", "trl.trainer", "metrics"),
 ]
 CONTRACTS = {contract for contract, _, _ in VIOLATIONS}
 BATCHING_INTERNALS = """

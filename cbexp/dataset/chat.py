@@ -46,9 +46,13 @@ class PromptRenderer:
         self._kwargs = dict(config.chat_template_kwargs)
         _check_template_kwargs(self._kwargs, self._template)
 
+    def read_messages(self, row: Row) -> list[Message]:
+        """The chat that asks for the model's turn."""
+        return self._with_system_prompt(_read_messages(row), row.place)
+
     def render(self, row: Row) -> str:
         """Return the text that the model continues: the chat so far and the start of the model's turn."""
-        messages = self._with_system_prompt(_read_messages(row), row.place)
+        messages = self.read_messages(row)
         try:
             return str(
                 self._tokenizer.apply_chat_template(

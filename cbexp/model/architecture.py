@@ -21,7 +21,9 @@ from cbexp.engine.support import find_architecture_problem
 from cbexp.errors import ModelError
 from cbexp.hub import Source, explained_loading, first_line, resolve_source
 
-BUILTIN_FOLDERS = {f"{BUILTIN_PREFIX}tiny": Path(__file__).parents[1] / "assets" / "tiny"}
+BUILTIN_FOLDERS = {
+    f"{BUILTIN_PREFIX}{name}": Path(__file__).parents[1] / "assets" / name for name in ("tiny", "tiny_early")
+}
 # Accepted by transformers' configs beside their fields, and converted into `rope_parameters` and `dtype`.
 LEGACY_ARCHITECTURE_KEYS = ("rope_theta", "rope_scaling", "torch_dtype")
 
