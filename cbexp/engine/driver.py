@@ -206,23 +206,27 @@ class SyncCBDriver(ModelDriver):
         return [scores.get(index, Scores((), ())) for index in range(len(prompts))]
 
     def sleep(self) -> None:
-        """Let others have the cache's memory. What was captured or compiled stays, and finds it again after `wake`.
+        """Let others have the memory of the cache and of copied weights, which come back at their addresses.
+
+        What was captured or compiled stays valid.
 
         Whatever needs the cache wakes the driver by itself. Harmless when it sleeps, or has no cache yet.
         """
         self._check_usable("sleep")
-        if self._engine is not None:
-            with deferring_interrupts():
+        with deferring_interrupts():
+            if self._engine is not None:
                 self._engine.batcher.give_up_memory()
+            self._shadow.give_up()
 
     def wake(self) -> None:
-        """Have the cache back after `sleep`, ahead of the drive that would wake the driver; harmless when it is awake.
+        """Have the memory back after `sleep`, ahead of the drive that would wake the driver; harmless when it is awake.
 
         Raises `CacheMemoryError` when the device has no room for it; the driver sleeps on then.
         """
         self._check_usable("wake")
         if self._engine is not None:
             self._engine.wake()
+        self._shadow.take_back()
 
     def close(self) -> None:
         """Free cache, graphs and copies of weights. Safe to call twice; any other use afterwards is an `EngineError`.

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from cbexp.engine.memory import ReleasableMemory, allocate
 from cbexp.engine.support import read_engine_autocast
-from cbexp.engine.types import EngineError
+from cbexp.engine.types import CacheMemoryError
 from cbexp.engine.wrapped_forward import computes_in_float32, find_autocasts
 
 SHADOWED_DTYPES = (torch.bfloat16, torch.float16)
@@ -33,6 +34,7 @@ class Shadow:
         self._wrappers = tuple(wrappers)
         self._copies: list[nn.Parameter] = []
         self._layout: tuple[Any, ...] = ()
+        self._memory: ReleasableMemory | None = None
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -57,8 +59,8 @@ class Shadow:
         """Copy the weights of `modules` as they are now: a module's `_parameters`, a name in it, and its copy.
 
         Copies lie where they lay, unless parameters have other shapes or ties, or another device. Put on the current
-        stream, without gradients. Without `dtype` there are none, and those from before are freed. Raises `EngineError`
-        where the device has no memory for them.
+        stream, without gradients. Without `dtype` there are none, and those from before are freed. Raises
+        `CacheMemoryError` where the device has no memory for them.
         """
         if dtype is None:
             self.release()
@@ -75,8 +77,9 @@ class Shadow:
         layout = dtype, self._model.device, shapes
         if layout != self._layout:
             self.release()
-            self._copies = _allocate_copies(shapes, dtype, self._model.device)
+            self._memory, self._copies = _allocate_copies(shapes, dtype, self._model.device)
             self._layout = layout
+        self.take_back()
         if places:
             # Always: writes through `.data` leave no trace.
             torch._foreach_copy_(list[Tensor](self._copies), list[Tensor](places))
@@ -86,9 +89,22 @@ class Shadow:
             for place in of_master
         ]
 
+    def give_up(self) -> None:
+        """Let others have the memory until the next `refresh`; outside of a drive. Safe to call twice."""
+        if self._memory is not None:
+            self._memory.give_up()
+
+    def take_back(self) -> None:
+        """Have the memory again, where it was, ahead of the next `refresh`. Safe to call twice.
+
+        Raises `CacheMemoryError` when the device has no room.
+        """
+        if self._memory is not None:
+            self._memory.take_back()
+
     def release(self) -> None:
         """Free the memory; the next `refresh` takes some anew. Safe to call twice."""
-        self._copies, self._layout = [], ()
+        self._copies, self._layout, self._memory = [], (), None
 
 
 def find_autocast_dtype(device_type: str, wrappers: Sequence[nn.Module]) -> torch.dtype | None:
@@ -108,11 +124,6 @@ def find_autocast_dtype(device_type: str, wrappers: Sequence[nn.Module]) -> torc
     return dtype
 
 
-def allocate(num_bytes: int, device: torch.device) -> Tensor:
-    """The memory of all copies, uint8 [num_bytes]."""
-    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-
-
 def _kept_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> set[nn.Parameter]:
     """What transformers loads in float32 with `dtype` too: model code relies on it."""
     plan = model._get_dtype_plan(dtype)
@@ -124,19 +135,22 @@ def _kept_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> set[nn.Param
 
 def _allocate_copies(
     shapes: Sequence[torch.Size], dtype: torch.dtype, device: torch.device
-) -> list[nn.Parameter]:
-    """Contiguous parameters in one piece of memory, without values."""
+) -> tuple[ReleasableMemory | None, list[nn.Parameter]]:
+    """Contiguous parameters in one piece of memory, without values; None where there is nothing to copy."""
+    if not shapes:
+        return None, []
     sizes = [shape.numel() * dtype.itemsize for shape in shapes]
     steps = [math.ceil(size / ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes]
     try:
-        parts = allocate(sum(steps), device).split(steps)
-    except torch.OutOfMemoryError as error:
-        raise EngineError(
+        memory = allocate(sum(steps), device)
+    except CacheMemoryError as error:
+        raise CacheMemoryError(
             f"Under autocast a drive runs on a copy of the float32 weights in {str(dtype).removeprefix('torch.')}, and "
             f"{device} has no {sum(steps) / 2**30:.2f} GiB for it: load the model in half precision, or free memory "
             f"({str(error).partition('.')[0]})."
         ) from error
-    return [
+    parts = memory.as_tensor().split(steps)
+    return memory, [
         nn.Parameter(part[:size].view(dtype).view(shape), requires_grad=False)
         for part, size, shape in zip(parts, sizes, shapes, strict=True)
     ]

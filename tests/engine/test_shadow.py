@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import cbexp
-from cbexp.engine import EngineError
+from cbexp.engine import CacheMemoryError, EngineError
 from cbexp.engine.borrow import borrowed_for_inference
 from cbexp.engine.shadow import Shadow
 from tests.engine.driving import drive
@@ -350,7 +350,7 @@ def test_no_memory_for_the_copies(make_driver, monkeypatch):
     driver._shadow.release()
 
     def fail(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate much.")
+        raise CacheMemoryError("cuda:0 has no room for 3 GiB.")
 
     with monkeypatch.context() as patch:
         patch.setattr("cbexp.engine.shadow.allocate", fail)
