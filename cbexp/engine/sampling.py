@@ -157,9 +157,9 @@ def sample(
     logits: Tensor, settings: Tensor, positions: Tensor, seen: Tensor, token_sets: Tensor, key: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `sample_plainly`."""
-    from cbexp.engine.kernels import sampling
+    from cbexp.engine.kernels import sampling as kernels
 
-    return sampling.sample(logits, settings, positions, seen, token_sets, key)
+    return kernels.sample(logits, settings, positions, seen, token_sets, key)
 
 
 def _process(
@@ -306,7 +306,7 @@ def advance(
     if next_ids.is_cuda and not torch.compiler.is_compiling():
         from cbexp.engine.kernels import finish  # a dozen launches in one
 
-        finish.advance(buffers, next_ids, best_logits)
+        finish.advance(buffers, next_ids, best_logits, logprobs)
         return
     advance_plainly(buffers, next_ids, best_logits, logprobs)
 

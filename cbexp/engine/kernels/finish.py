@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cbexp.engine.buffers import DecodeBuffers
+from cbexp.engine.buffers import NOT_FINITE, DecodeBuffers, SamplingColumn
 from cbexp.engine.kernels.launch import launch_options, release_successor, wait_for_predecessor
 
 
@@ -57,6 +57,7 @@ def _advance_kernel(
     num_rows,
     output_stride,
     NUM_EOS: tl.constexpr,
+    MARK: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -74,10 +75,13 @@ def _advance_kernel(
     ends = left <= 0
     for i in tl.static_range(NUM_EOS):
         ends = ends | (token == tl.load(eos_ids + i))
-    goes_on = active & (ends == 0)
+    # A NaN is no less than infinity.
+    finite = tl.abs(logit) < float("inf")
+    goes_on = active & finite & (ends == 0)
+    made = tl.where(finite, token, MARK)
     tl.store(
         outputs + line.to(tl.int64) * output_stride + row,
-        tl.where(active, token, -1).to(tl.int32),
+        tl.where(active, made, -1).to(tl.int32),
         mask=inside,
     )
     tl.store(best_logits + row, logit, mask=inside)
@@ -85,6 +89,66 @@ def _advance_kernel(
     tl.store(positions + row, tl.where(goes_on, position + 1, -1), mask=inside)
     tl.store(token_ids + row, token, mask=inside & goes_on)
     tl.store(step, line + 1)
+
+
+@triton.jit
+def _advance_sampled_kernel(
+    next_ids,
+    next_logits,
+    next_logprobs,
+    token_ids,
+    positions,
+    remaining,
+    settings,
+    seen,
+    token_sets,
+    outputs,
+    best_logits,
+    logprobs,
+    step,
+    num_rows,
+    output_stride,
+    logprob_stride,
+    set_width,
+    NUM_COLUMNS: tl.constexpr,
+    PENALTY: tl.constexpr,
+    FIRST_STOP: tl.constexpr,
+    STOP_SET: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    row = tl.arange(0, BLOCK)
+    inside = row < num_rows
+    release_successor(DEPENDENT)
+    wait_for_predecessor(DEPENDENT)
+    token = tl.load(next_ids + row, mask=inside, other=0)
+    position = tl.load(positions + row, mask=inside, other=-1)
+    left = tl.load(remaining + row, mask=inside, other=0)
+    line = tl.load(step).to(tl.int64)
+    own = settings + row * NUM_COLUMNS
+    active, found = position >= 0, token >= 0
+    known = tl.where(found, token, 0)
+    word, bit = known // 32, (known % 32).to(tl.int32)
+    stop_set = tl.load(own + STOP_SET, mask=inside, other=0).to(tl.int64)
+    stops = tl.load(token_sets + stop_set * set_width + word, mask=inside, other=0)
+    may_stop = position + 1 >= tl.load(own + FIRST_STOP, mask=inside, other=0)
+    left = tl.where(active, left - 1, left)
+    ends = (left <= 0) | (may_stop & (((stops >> bit) & 1) != 0))
+    goes_on = active & found & (ends == 0)
+    # Tokens that the row has, where its penalty needs them.
+    penalty = tl.load(own + PENALTY, mask=inside, other=0).to(tl.float32, bitcast=True)
+    is_noted = inside & active & found & (penalty != 1.0)
+    place = seen + row.to(tl.int64) * set_width + word
+    tl.store(place, tl.load(place, mask=is_noted, other=0) | (1 << bit), mask=is_noted)
+    tl.store(outputs + line * output_stride + row, tl.where(active, token, -1).to(tl.int32), mask=inside)
+    tl.store(best_logits + row, tl.load(next_logits + row, mask=inside, other=0.0), mask=inside)
+    for i in tl.static_range(4):
+        value = tl.load(next_logprobs + row * 4 + i, mask=inside, other=0.0)
+        tl.store(logprobs + line * logprob_stride + row * 4 + i, value, mask=inside)
+    tl.store(remaining + row, left, mask=inside)
+    tl.store(positions + row, tl.where(goes_on, position + 1, -1), mask=inside)
+    tl.store(token_ids + row, token, mask=inside & goes_on)
+    tl.store(step, (line + 1).to(tl.int32))
 
 
 def best_token(tile_values: Tensor, tile_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,9 +189,42 @@ def largest_logit(logits: Tensor) -> tuple[Tensor, Tensor]:
     return best_token(values, ids)
 
 
-def advance(buffers: DecodeBuffers, next_ids: Tensor, best_logits: Tensor) -> None:
+def advance(
+    buffers: DecodeBuffers, next_ids: Tensor, best_logits: Tensor, logprobs: Tensor | None = None
+) -> None:
     """As `sampling.advance`, in one program."""
     num_rows = next_ids.shape[0]
+    options = {
+        "BLOCK": max(32, triton.next_power_of_2(num_rows)),
+        "num_warps": 1,  # of several, one could move `step` on before another has read it
+    } | launch_options(next_ids.device)
+    sampling = buffers.sampling
+    if sampling is not None and logprobs is not None:
+        _advance_sampled_kernel[(1,)](
+            next_ids,
+            best_logits,
+            logprobs,
+            buffers.token_ids,
+            buffers.positions,
+            buffers.remaining,
+            sampling.settings,
+            sampling.seen,
+            sampling.token_sets,
+            buffers.outputs,
+            buffers.best_logits,
+            sampling.logprobs,
+            buffers.step,
+            num_rows,
+            buffers.outputs.stride(0),
+            sampling.logprobs.stride(0),
+            sampling.token_sets.shape[1],
+            NUM_COLUMNS=len(SamplingColumn),
+            PENALTY=int(SamplingColumn.REPETITION_PENALTY),
+            FIRST_STOP=int(SamplingColumn.FIRST_STOP),
+            STOP_SET=int(SamplingColumn.STOP_SET),
+            **options,
+        )
+        return
     _advance_kernel[(1,)](
         next_ids,
         best_logits,
@@ -141,7 +238,6 @@ def advance(buffers: DecodeBuffers, next_ids: Tensor, best_logits: Tensor) -> No
         num_rows,
         buffers.outputs.stride(0),
         NUM_EOS=buffers.eos_ids.shape[0],
-        BLOCK=max(32, triton.next_power_of_2(num_rows)),
-        num_warps=1,  # of several, one could move `step` on before another has read it
-        **launch_options(next_ids.device),
+        MARK=NOT_FINITE,
+        **options,
     )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cbexp.engine import sampling
 from cbexp.engine.attention import paged_decode_reference
-from cbexp.engine.buffers import allocate_buffers
+from cbexp.engine.buffers import SamplingColumn, allocate_buffers, pack_ids, set_width
 from cbexp.engine.forward import reference
 
 EPS = 1e-6
@@ -225,3 +225,37 @@ def check_advance(advance, rows, eos_token_ids, device="cpu") -> None:
         sampling.advance(plain, next_ids, logits)
         advance(own, next_ids.to(device), logits.to(device))
         assert all(is_same(a.cpu(), b).all() for a, b in zip(own.state(), plain.state(), strict=True))
+
+
+def build_sampling_case(logits, rows, device="cpu", seed=0) -> list[Tensor]:
+    """Arguments of `sampling.sample`: each row's settings by name, and prompts that have seen every third token."""
+    num_rows, vocab_size = logits.shape
+    width = set_width(vocab_size)
+    suppressed = range(0, vocab_size, 3)
+    stops = range(1, vocab_size, 5)
+    sets = torch.stack([pack_ids(ids, width) for ids in ((), stops, suppressed)])
+    settings = torch.zeros((num_rows, len(SamplingColumn)), dtype=torch.int32)
+    floats = settings.view(torch.float32)
+    for index, row in enumerate(rows):
+        floats[index, SamplingColumn.TEMPERATURE] = row.get("temperature", 0.0)
+        settings[index, SamplingColumn.TOP_K] = row.get("top_k", 0)
+        floats[index, SamplingColumn.TOP_P] = row.get("top_p", 1.0)
+        floats[index, SamplingColumn.MIN_P] = row.get("min_p", 0.0)
+        floats[index, SamplingColumn.REPETITION_PENALTY] = row.get("penalty", 1.0)
+        settings[index, SamplingColumn.FIRST_STOP] = 100 if row.get("is_early") else 0
+        settings[index, SamplingColumn.STOP_SET] = 1
+        settings[index, SamplingColumn.SUPPRESSED_SET] = 2 if row.get("suppressed") else 0
+        settings[index, SamplingColumn.GENERATION] = index
+    seen = pack_ids(range(2, vocab_size, 3), width).expand(num_rows, -1).contiguous()
+    positions = torch.arange(num_rows, dtype=torch.int32)
+    key = torch.tensor([seed, 7], dtype=torch.int32)
+    return [tensor.to(device) for tensor in (logits, settings, positions, seen, sets, key)]
+
+
+def check_sampled(actual, expected) -> None:
+    """The same tokens, but for one in a few hundred at the border of two, and their log-probabilities."""
+    is_same_token = actual[0] == expected[0]
+    assert int((~is_same_token).sum()) <= len(is_same_token) // 100
+    torch.testing.assert_close(actual[1][is_same_token], expected[1][is_same_token])
+    torch.testing.assert_close(actual[2][is_same_token], expected[2][is_same_token], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(actual[2][:, 3], expected[2][:, 3], rtol=1e-4, atol=1e-4)

@@ -7,6 +7,7 @@ copies: there, large tiles spill, which is slow and right.
 import os
 import re
 import subprocess
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from cbexp.engine.buffers import allocate_buffers  # noqa: E402
+from cbexp.engine.buffers import SamplingColumn, allocate_buffers, allocate_sampling  # noqa: E402
 from cbexp.engine.forward import products  # noqa: E402
 from cbexp.engine.kernels import (  # noqa: E402
     finish,
@@ -29,6 +30,7 @@ from cbexp.engine.kernels import (  # noqa: E402
     paged_attention,
     read_stream,
     rotated_attention,
+    sampling,
     tiles,
 )
 from cbexp.engine.kernels.tiles import MAX_SKINNY_ROWS  # noqa: E402
@@ -252,6 +254,14 @@ def advance(dtype):
     finish.advance(buffers, tensor(200, dtype=torch.int64), tensor(200, dtype=torch.float32))
 
 
+def advance_sampled(dtype):
+    device = torch.device("meta")
+    buffers = allocate_buffers({}, max_rows=256, max_burst=8, eos_token_ids=(2, 5), device=device)
+    sampling = allocate_sampling(max_rows=256, max_burst=8, vocab_size=VOCABULARY, device=device)
+    made = tensor(200, dtype=torch.int64), tensor(200, dtype=torch.float32)
+    finish.advance(replace(buffers, sampling=sampling), *made, tensor(200, 4, dtype=torch.float32))
+
+
 def rotate(dtype, has_norm=False):
     parts, tables = tensor(2, 8, QKV[0], dtype=torch.float32), [tensor(99, HEAD_DIM, dtype=dtype)] * 2
     norm = tensor(HEAD_DIM, dtype=dtype) if has_norm else None
@@ -270,6 +280,7 @@ def add(dtype):
 
 SMALL = {
     "advance": advance,
+    "advance, sampled": advance_sampled,
     "rotate": rotate,
     "norm and rotate": lambda dtype: rotate(dtype, has_norm=True),
     "embed": embed,
@@ -291,6 +302,27 @@ def test_small_kernels_let_their_successor_go_at_once(card, function, compiled, 
         if card >= 90:
             assert ptx.index("griddepcontrol.launch_dependents") < ptx.index("griddepcontrol.wait")
             # What the predecessor makes is not read before it has ended.
+            assert "ld.global" not in ptx[: ptx.index("griddepcontrol.wait")]
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_the_kernels_that_sample_fit(card, compiled, tmp_path):
+    """Nothing is read before the logits are there, and little or nothing spills."""
+    words = -(-VOCABULARY // 32)
+    rows = [tensor(8, len(SamplingColumn), dtype=torch.int32), tensor(8, dtype=torch.int32)]
+    sets = [
+        tensor(8, words, dtype=torch.int32),
+        tensor(4, words, dtype=torch.int32),
+        tensor(2, dtype=torch.int32),
+    ]
+    kernels = compiled(card, sampling.sample, tensor(8, VOCABULARY, dtype=half_of(card)), *rows, *sets)
+    assert len(kernels) == 2
+    for kernel in kernels:
+        assert kernel.metadata.shared <= 48 * 1024
+        assert stack_bytes(kernel, tmp_path) <= 256
+        ptx = kernel.asm["ptx"]
+        check_target(ptx, card)
+        if card >= 90:
             assert "ld.global" not in ptx[: ptx.index("griddepcontrol.wait")]
 
 
