@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from cbexp.engine.interrupts import deferring_interrupts
 from cbexp.engine.sizing import format_gib
 from cbexp.engine.types import CacheMemoryError, EngineError
 
@@ -27,10 +28,12 @@ GRANULARITY_MINIMUM = 0
 
 
 class ReleasableMemory(Protocol):
-    """A range of bytes on a device, held from its construction on; freed with the last tensor on it.
+    """A range of `num_bytes` on a device, held from its construction on; freed with the last tensor on it.
 
     Either call is harmless when nothing is to be done, and waits for the device.
     """
+
+    num_bytes: int
 
     @property
     def is_held(self) -> bool:
@@ -82,7 +85,7 @@ class _StorageMemory:
     """A storage that is emptied: tensors on it keep it, and find the new bytes."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self._num_bytes = num_bytes
+        self.num_bytes = num_bytes
         self._storage = torch.UntypedStorage(0, device=device)
         self.take_back()
 
@@ -92,7 +95,7 @@ class _StorageMemory:
 
     def as_tensor(self) -> Tensor:
         tensor = torch.empty(0, dtype=torch.uint8, device=self._storage.device)
-        return tensor.set_(self._storage, 0, (self._num_bytes,), (1,))
+        return tensor.set_(self._storage, 0, (self.num_bytes,), (1,))
 
     def give_up(self) -> None:
         self._storage.resize_(0)
@@ -101,10 +104,10 @@ class _StorageMemory:
         if self.is_held:
             return
         try:
-            self._storage.resize_(self._num_bytes)
+            self._storage.resize_(self.num_bytes)
         except RuntimeError as error:
             raise CacheMemoryError(
-                f"{self._storage.device} has no room for {format_gib(self._num_bytes)} ({error})."
+                f"{self._storage.device} has no room for {format_gib(self.num_bytes)} ({error})."
             ) from error
 
 
@@ -183,7 +186,7 @@ class _MappedMemory:
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self._num_bytes = num_bytes
+        self.num_bytes = num_bytes
         self._device = torch.device("cuda", _index(device))
         self._address = self._size = 0
         self.is_held = False
@@ -200,7 +203,7 @@ class _MappedMemory:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {"shape": (self._num_bytes,), "typestr": "|u1", "data": (self._address, False), "version": 3}
+        return {"shape": (self.num_bytes,), "typestr": "|u1", "data": (self._address, False), "version": 3}
 
     def as_tensor(self) -> Tensor:
         tensor = torch.as_tensor(self, device=self._device)
@@ -212,8 +215,8 @@ class _MappedMemory:
             return
         with self._at_rest():
             _call("cuMemUnmap", self._address, self._size)
-        self.is_held = False
-        _held_bytes[self._device.index] -= self._size
+            self.is_held = False
+            _held_bytes[self._device.index] -= self._size
 
     def take_back(self) -> None:
         if self.is_held:
@@ -229,10 +232,10 @@ class _MappedMemory:
             except EngineError:
                 _call("cuMemUnmap", self._address, self._size)
                 raise
-        self.is_held = True
-        index = self._device.index
-        _held_bytes[index] += self._size
-        _peak_bytes[index] = max(_peak_bytes[index], _held_bytes[index])
+            self.is_held = True
+            index = self._device.index
+            _held_bytes[index] += self._size
+            _peak_bytes[index] = max(_peak_bytes[index], _held_bytes[index])
 
     def _create(self) -> c_uint64:
         """A handle of the memory. PyTorch gives back what it keeps unused if there is not enough without."""
@@ -256,8 +259,8 @@ class _MappedMemory:
 
     @contextmanager
     def _at_rest(self) -> Iterator[None]:
-        """Wait for all that the device was given to do; its context is this thread's then, and in the body."""
-        with torch.cuda.device(self._device):
+        """Wait for all that the device was given to do. In the body its context is this thread's, and Ctrl-C waits."""
+        with deferring_interrupts(), torch.cuda.device(self._device):
             torch.cuda.synchronize()
             yield
 

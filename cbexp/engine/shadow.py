@@ -43,8 +43,9 @@ class Shadow:
 
     def describe(self) -> dict[str, Any]:
         """As plain JSON values: the dtype that runs, and the memory that the copies take; there must be some."""
-        storage = self._copies[0].untyped_storage()
-        return {"dtype": str(self._copies[0].dtype).removeprefix("torch."), "shadow_bytes": storage.nbytes()}
+        assert self._memory is not None
+        dtype = str(self._copies[0].dtype).removeprefix("torch.")
+        return {"dtype": dtype, "shadow_bytes": self._memory.num_bytes}
 
     def find_dtype(self) -> torch.dtype | None:
         """The dtype in which the trainer would compute now, where that asks for copies; else None."""

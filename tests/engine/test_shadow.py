@@ -360,3 +360,39 @@ def test_no_memory_for_the_copies(make_driver, monkeypatch):
     assert values(model) == before
     assert model.training
     assert drive(driver, PROMPTS) == expected
+
+
+def test_the_copies_sleep_and_are_of_new_weights_afterwards(make_driver):
+    model = prepare(build())
+    driver = make_driver(model, num_blocks=32)
+    before = drive(driver, PROMPTS)
+    num_bytes = driver.resolved["shadow_bytes"]
+    for _ in range(2):
+        driver.sleep()
+        assert driver._shadow._copies[0].untyped_storage().nbytes() == 0
+        assert driver.resolved["shadow_bytes"] == num_bytes > 0
+        with torch.no_grad():
+            model.lm_head.weight.neg_()
+        driver.wake()
+        assert driver._shadow._copies[0].untyped_storage().nbytes() == num_bytes
+        driver.sleep()
+        after = drive(driver, PROMPTS)
+        assert after == drive(make_driver(in_half_precision(model)), PROMPTS)
+    assert after == before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fusion", ["none", "layers"])
+def test_graphs_find_the_copies_again(make_driver, fusion):
+    model = build().cuda()
+    settings = {"num_blocks": 32, "fusion": fusion, "compile_mode": "cuda_graph"}
+    with torch.autocast("cuda", dtype=BFLOAT16):
+        driver = make_driver(model, **settings)
+        expected = drive(driver, PROMPTS)
+        addresses = [copy.data_ptr() for copy in driver._shadow._copies]
+        num_graphs, seconds = driver.compile_stats["graphs"], driver.compile_stats["capture_s"]
+        for _ in range(5):
+            driver.sleep()
+            assert drive(driver, PROMPTS) == expected
+        assert [copy.data_ptr() for copy in driver._shadow._copies] == addresses
+        assert (driver.compile_stats["graphs"], driver.compile_stats["capture_s"]) == (num_graphs, seconds)
