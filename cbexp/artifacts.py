@@ -70,8 +70,8 @@ class RunDirectory:
         self._write_json("engine.json", values)
 
     def write_rescoring(self, values: Mapping[str, Any]) -> None:
-        """Write rescore.json: what the model's own forward makes of a sample of the completions."""
-        self._write_json("rescore.json", values)
+        """Write rescoring.json: what the model's own forward makes of a sample of the completions."""
+        self._write_json("rescoring.json", values)
 
     def append_round(
         self,

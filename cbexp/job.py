@@ -234,7 +234,7 @@ class Job:
         self._directory.write_rescoring(list_details(rescoring, summary))
         problem = rescoring.find_problem()
         if problem is not None:
-            raise RescoringError(f"Rescoring: {problem} The run's records are kept, with rescore.json.")
+            raise RescoringError(f"Rescoring: {problem} The run's records are kept, with rescoring.json.")
         return summary
 
     def _write_engine(self, driver: RolloutDriver) -> None:

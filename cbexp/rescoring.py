@@ -96,7 +96,7 @@ def describe_none(note: str) -> dict[str, Any]:
 
 
 def list_details(rescoring: Rescoring, summary: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of rescore.json: all figures, what they are held to, and a row for each completion."""
+    """The content of rescoring.json: all figures, what they are held to, and a row for each completion."""
     return {
         **summary,
         **rescoring.details,

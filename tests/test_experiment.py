@@ -90,7 +90,7 @@ def test_job_writes_what_was_asked_for(whole):
     assert summary["tokens_per_burst"] > summary["steps_per_burst"]
     assert summary["padding_share"] > 0
     assert (summary["bandwidth_bytes_per_s"], summary["roofline_fraction"]) == (None, None)
-    rescored = load(whole, "rescore.json")
+    rescored = load(whole, "rescoring.json")
     assert (summary["rescoring"]["num_completions"], len(rescored["completions"])) == (8, 8)
     assert summary["rescoring"].items() <= rescored.items()
     assert (summary["rescoring"]["max_lag"], summary["rescoring"]["note"], rescored["problem"]) == (
@@ -125,7 +125,7 @@ def test_generations_of_a_prompt_are_judged_with_its_answer(tmp_path):
     outcome = run(tmp_path, num_generations=2, rescore=RescoreConfig("0"))
     assert outcome.summary["num_judged"] == outcome.summary["num_correct"] == 12
     assert outcome.summary["rescoring"]["note"] == "rescore.completions=0"
-    assert not (outcome.run_dir / "rescore.json").exists()
+    assert not (outcome.run_dir / "rescoring.json").exists()
 
 
 @pytest.mark.parametrize("driver", [{}, *OTHERS], ids=str)
@@ -252,7 +252,7 @@ def test_tokens_that_the_model_would_not_choose_fail_the_run_and_the_records_sta
     assert load(outcome, "status.json")["error_class"] == "RescoringError"
     assert len(rows(outcome, "rounds.jsonl")) == 1
     assert len(rows(outcome, "completions.jsonl")) == 6
-    assert load(outcome, "rescore.json")["problem"] in outcome.message
+    assert load(outcome, "rescoring.json")["problem"] in outcome.message
     assert not (outcome.run_dir / "summary.json").exists()
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cbexp.engine.borrow import ABSENT, Changes, exclusive_use, list_modules
+from cbexp.engine.requests import check_token_ids
 from cbexp.engine.roofline import EXPERT_MARK
 from cbexp.engine.shadow import Shadow, find_autocast_dtype
 from cbexp.engine.support import list_wrappers, require_supported_model
@@ -121,8 +122,8 @@ def rescore(
     autocast_dtype = find_autocast_dtype(base.device.type, wrappers)
     dtype = Shadow(base, wrappers).find_dtype() or base.dtype  # what a driver runs in
     vocab_size = int(base.config.vocab_size)
-    _check_tokens(name, "prompt", prompt_ids, vocab_size)
-    _check_tokens(name, "completion", completion_ids, vocab_size)
+    _check_tokens(f"{name}, prompt", prompt_ids, vocab_size)
+    _check_tokens(f"{name}, completion", completion_ids, vocab_size)
     if logprobs is not None and len(logprobs) != len(completion_ids):
         raise EngineError(f"{name} has {len(completion_ids)} tokens and {len(logprobs)} log-probabilities.")
     # The last token is predicted and predicts nothing.
@@ -280,14 +281,13 @@ def _find_rounding(dtype: torch.dtype) -> Rounding:
     return ROUNDING[dtype] if is_exact or dtype == torch.float64 else _IN_HALF
 
 
-def _check_tokens(name: str, what: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    if not token_ids:
-        raise EngineError(f"{name} has an empty {what}: there is nothing to rescore.")
-    for place, token_id in enumerate(token_ids):
-        if not 0 <= token_id < vocab_size:
-            raise EngineError(
-                f"Token {place} of the {what} of {name} is {token_id}: ids of this model are 0 to {vocab_size - 1}."
-            )
+def _check_tokens(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    if len(token_ids) == 0:
+        raise EngineError(f"{name} is empty: there is nothing to rescore.")
+    try:
+        check_token_ids(name, token_ids, vocab_size)
+    except ValueError as error:
+        raise EngineError(str(error)) from None
 
 
 def _score(logits: Tensor, target_ids: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:

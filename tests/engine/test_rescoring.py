@@ -172,7 +172,7 @@ def test_a_token_outside_the_vocabulary_is_refused_by_name(shared_model, make_dr
 
     change_result(monkeypatch, SyncCBDriver, "drive_until_empty", spoil)
     model = shared_model("qwen3")
-    message = f"Token 11 of the completion of round 0, req_7 is {token_id}: ids of this model are 0 to 96"
+    message = rf"round 0, req_7, completion\[11\] is {token_id}: token ids of this model are 0 to 96"
     with pytest.raises(EngineError, match=message):
         rescore_rounds(model, make_driver(model))
 
@@ -329,8 +329,8 @@ def test_which_tokens_are_to_be_the_best_ones(sampling, expected):
 @pytest.mark.parametrize(
     ("prompt", "tokens", "logprobs", "message"),
     [
-        ([1], [], None, "it has an empty completion"),
-        ([VOCAB_SIZE], [1], None, "Token 0 of the prompt of it is 97"),
+        ([1], [], None, "it, completion is empty"),
+        ([VOCAB_SIZE], [1], None, r"it, prompt\[0\] is 97"),
         ([1], [2, 3], [0.0], "it has 2 tokens and 1 log-probabilities"),
         ([1], [2], [math.nan], "it: a log-probability of the driver's is not finite"),
     ],
