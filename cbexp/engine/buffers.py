@@ -97,8 +97,8 @@ NOT_FINITE = -2
 class SamplingColumn(IntEnum):
     """Columns of `SamplingBuffers.settings`. The first five but `TOP_K` are floats, as their bits.
 
-    `FIRST_STOP`: a stop id ends nothing, and is not chosen, at positions below. `STOP_SET` and `SUPPRESSED_SET` are lines
-    of `token_sets`. The last three number the completion: its submission, the prompt in it, the generation of that.
+    `FIRST_STOP`: a stop id ends nothing, and is not chosen, at positions below. `STOP_SET` and `SUPPRESSED_SET` are
+    lines of `token_sets`. The last three number the completion: its submission, the prompt in it, the generation of that.
     """
 
     TEMPERATURE = 0
@@ -123,8 +123,8 @@ class SamplingBuffers:
     """What sampled rows have besides, at addresses that never change. A set of token ids is one bit each.
 
     `settings` int32 [max_rows, len(SamplingColumn)]. `seen` int32 [max_rows, set_width]: the ids that prompt and
-    completion have, kept where the penalty is not 1. `token_sets` int32 [num_sets, set_width]: stop ids, EOS among them,
-    and suppressed ids; set 0 is empty. `key` int32 [2]: of the random numbers. `logprobs` float32
+    completion have, kept where the penalty is not 1. `token_sets` int32 [num_sets, set_width]: stop ids, EOS among
+    them, and suppressed ids; set 0 is empty. `key` int32 [2]: of the random numbers. `logprobs` float32
     [max_burst, max_rows, 4]: of each step's token, as `sampling.sample` gives them. `fp32_head`: whether logits are
     computed in float32.
     """
@@ -188,8 +188,8 @@ class DecodeBuffers:
     `token_ids` int64 [max_rows]: the token to feed next. `positions` int32 [max_rows]: where it goes, -1 for an
     inactive row (finished or padding). `remaining` int32 [max_rows]: tokens the row may still produce.
     `best_logits` float32 [max_rows]: the logit of the last step's token; anything for rows that were inactive in it.
-    `outputs` int32 [max_burst, max_rows]: the token made in each step, -1 for inactive rows, `NOT_FINITE` for a row that
-    ended because of its logits. `step` int32 0-d: next row of `outputs`. `eos_ids` int64 [max(1, num_eos)]: -1 where
+    `outputs` int32 [max_burst, max_rows]: the token made in each step, -1 for inactive rows, `NOT_FINITE` for a row
+    that ended because of its logits. `step` int32 0-d: next row of `outputs`. `eos_ids` int64 [max(1, num_eos)]: -1 where
     there is none; read by greedy steps alone. `sampling`: None where all steps are greedy.
     `block_tables`: attention type -> int32 [max_rows, table_width]. `layers` by layer index; `pools` by attention type.
     """
@@ -277,6 +277,7 @@ def allocate_buffers(
         block_tables=block_tables,
         layers=_layers(pools, block_tables, device),
         pools=pools,
+        sampling=None,
     )
 
 

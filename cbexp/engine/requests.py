@@ -6,8 +6,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from cbexp.engine.types import GREEDY, Completion, FinishReason, RequestTimings, Sampling
 
@@ -81,13 +82,14 @@ class PromptGroup:
 
 
 class RowTokens(NamedTuple):
-    """What a batch or a burst has made of a row: tokens, and of each the values of `LOGPROB_FIELDS`, if wanted.
+    """What a batch or a burst has made of a row: tokens, and the values of `LOGPROB_FIELDS`, float32 [steps, 4].
 
-    `is_finite` is False where the row ended because its logits were not finite.
+    None where those are not wanted; there may be more of them than tokens. `is_finite` is False where the row ended
+    because its logits were not finite.
     """
 
     token_ids: list[int]
-    logprobs: list[list[float]]
+    logprobs: np.ndarray | None
     is_finite: bool
 
 
@@ -174,7 +176,7 @@ class RequestBook:
         self.version = version
         self._scheduled_s: dict[str, float] = {}
         self._first_token_s: dict[str, float] = {}
-        self._logprobs: defaultdict[str, list[Sequence[float]]] = defaultdict(list)
+        self._logprobs: defaultdict[str, list[np.ndarray]] = defaultdict(list)
         self._versions: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
         self._finished: dict[str, Completion] = {}
 
@@ -193,13 +195,14 @@ class RequestBook:
             self._first_token_s.setdefault(request_id, time_s)
 
     def add_tokens(
-        self, request_id: str, num_tokens: int, logprobs: Iterable[Sequence[float]], time_s: float
+        self, request_id: str, num_tokens: int, logprobs: np.ndarray | None, time_s: float
     ) -> None:
-        """Note tokens of a request that have reached the host; `logprobs` of each, or none at all."""
+        """Note tokens of a request that have reached the host; `logprobs` as in `RowTokens`."""
         if num_tokens == 0:
             return
         self.mark_tokens([request_id], time_s)
-        self._logprobs[request_id].extend(logprobs)
+        if logprobs is not None:
+            self._logprobs[request_id].append(logprobs[:num_tokens])
         runs = self._versions[request_id]
         if runs and runs[-1][0] == self.version:
             num_tokens += runs.pop()[1]
@@ -259,7 +262,8 @@ class RequestBook:
             first_token_s=self._first_token_s.get(request_id),
             finished_s=finished_s,
         )
-        columns = list(zip(*islice(self._logprobs[request_id], num_tokens), strict=True)) or [()] * 4
+        parts = self._logprobs[request_id] or [np.empty((0, len(LOGPROB_FIELDS)), np.float32)]
+        columns = map(tuple, np.concatenate(parts)[:num_tokens].T.tolist())
         return Completion(
             request_id,
             group.prompt_ids,

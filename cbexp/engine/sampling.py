@@ -236,7 +236,8 @@ def _number_at(order: Tensor) -> Tensor:
 def _tiles(values: Tensor) -> Tensor:
     """Values [rows, vocab_size] as [rows, tiles, SAMPLING_TILE], zeros at the end."""
     padding = -values.shape[1] % SAMPLING_TILE
-    return functional.pad(values, (0, padding)).unflatten(1, (-1, SAMPLING_TILE))
+    tiles: Tensor = functional.pad(values, (0, padding)).unflatten(1, (-1, SAMPLING_TILE))
+    return tiles
 
 
 def _sum(values: Tensor) -> Tensor:

@@ -195,17 +195,14 @@ class Decoder:
         # A row is active from the first step until it ends.
         counts = (token_ids >= 0).sum(axis=1).tolist()
         is_finite = (token_ids != NOT_FINITE).all(axis=1).tolist()
+        if self._fetched_logprobs is None or sampling is None:
+            logprobs = [None] * len(rows)
+        else:
+            logprobs = list(self._fetched_logprobs[:num_steps, : len(rows)].transpose(0, 1).numpy().copy())
         return [
-            RowTokens(token_ids[row, :count].tolist(), self._read_logprobs(row, count), is_finite[row])
-            for row, count in enumerate(counts)
+            RowTokens(token_ids[row, :count].tolist(), of_row, is_finite[row])
+            for row, (count, of_row) in enumerate(zip(counts, logprobs, strict=True))
         ]
-
-    def _read_logprobs(self, row: int, num_tokens: int) -> list[list[float]]:
-        """Those of a row's tokens in the last burst; none where they are not wanted."""
-        if self._fetched_logprobs is None or self._steps is self._greedy:
-            return []
-        logprobs: list[list[float]] = self._fetched_logprobs[:num_tokens, row].tolist()
-        return logprobs
 
     @contextmanager
     def timing_batch(self) -> Iterator[None]:

@@ -158,7 +158,7 @@ def _combine_chunks(
 
 
 @triton.jit(do_not_specialize=["num_rows", "chunk_size", "max_chunks"])
-def _rotated_attention_kernel(  # noqa: PLR0915 - a call each would need twenty arguments
+def _rotated_attention_kernel(
     query_parts,
     key_parts,
     value_parts,

@@ -11,6 +11,7 @@ from itertools import islice
 from operator import attrgetter
 from typing import Any, Protocol, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -326,7 +327,7 @@ class Batcher:
                 state.tokens_to_process, state.remaining_prefill_tokens = state.remaining_prefill_tokens, []
                 state.status = RequestStatus.DECODING
 
-    def _run_forward(self, runner: RunsPrompts, states: Sequence[RequestState]) -> list[list[float]]:
+    def _run_forward(self, runner: RunsPrompts, states: Sequence[RequestState]) -> np.ndarray | None:
         """Run the prepared batch, of which some rows may have no token; `states` get one, in the order of its rows.
 
         Returns their log-probabilities, if they are wanted.
@@ -337,7 +338,7 @@ class Batcher:
         inputs = self._inputs
         num_tokens, num_rows = inputs.num_q_tokens, inputs.num_request_in_batch
         if num_tokens == 0:
-            return []
+            return None
         if num_rows > num_tokens:
             # Upstream clears one index a token and reads one a row: an older batch's would point beyond this one.
             inputs.logits_indices[num_tokens:num_rows].zero_()
@@ -346,15 +347,15 @@ class Batcher:
             best_ids, best_logits = choose(logits)
             inputs.output_ids[0, :num_rows].copy_(torch.where(best_logits.isfinite(), best_ids, NOT_FINITE))
             inputs.retrieve_device_outputs()
-            return []
+            return None
         if not states:
-            return []
+            return None
         rows = [self._row_sampling(state) for state in states]
         # Of the batch as it was prepared: its tokens are counted.
         next_ids, logprobs = self._sampling.choose(logits, rows, [s.position_offset - 1 for s in states])
         inputs.output_ids[0, : len(rows)].copy_(next_ids)
         inputs.retrieve_device_outputs()
-        return logprobs.tolist() if self._wants_logprobs else []
+        return logprobs.cpu().numpy() if self._wants_logprobs else None
 
     def _row_sampling(self, state: RequestState) -> RowSampling:
         caller_id = self._caller_ids[state.request_id]
@@ -364,12 +365,14 @@ class Batcher:
         prompt_ids = self._book.group_of(caller_id).prompt_ids
         return RowSampling(request.settings, (*prompt_ids, *generated_ids(state)))
 
-    def _read_made_tokens(self, num_rows: int, logprobs: list[list[float]]) -> list[RowTokens]:
+    def _read_made_tokens(self, num_rows: int, logprobs: np.ndarray | None) -> list[RowTokens]:
         """What the batch that has run has made of each request that gets a token."""
         token_ids = self._inputs.output_ids[0, :num_rows].tolist()
         return [
             RowTokens(
-                [] if token_id == NOT_FINITE else [token_id], logprobs[row : row + 1], token_id != NOT_FINITE
+                [] if token_id == NOT_FINITE else [token_id],
+                None if logprobs is None else logprobs[row : row + 1],
+                token_id != NOT_FINITE,
             )
             for row, token_id in enumerate(token_ids)
         ]
@@ -478,7 +481,7 @@ class Batcher:
             or len(token_ids) == _remaining_tokens(state)
             or token_ids[-1] in state._eos_token_ids
         )
-        self._book.add_tokens(caller_id, len(token_ids), made.logprobs[: len(token_ids)], end_s)
+        self._book.add_tokens(caller_id, len(token_ids), made.logprobs, end_s)
         complete_blocks = {} if is_finished else self._cache.count_new_complete_blocks(state, len(token_ids))
         state.generated_tokens.extend(token_ids)
         state.tokens_to_process = token_ids[-1:]
