@@ -472,8 +472,10 @@ def test_a_fault_of_a_burst_is_named(setting, name, bucket):
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
 def wide_setting(request, models):
-    """Of rows enough for a mean."""
-    return Setting(copy.deepcopy(models["qwen3"]).to(request.param), max_rows=48, num_blocks=200)
+    """Of rows enough for a mean, where right steps pass."""
+    setting = Setting(copy.deepcopy(models["qwen3"]).to(request.param), max_rows=33, num_blocks=100)
+    setting.check(32)
+    return setting
 
 
 # In the last layer or behind it: what is wrong there leaves nothing in the cache.
@@ -503,8 +505,7 @@ def test_a_step_with_a_right_cache_and_wrong_logits_is_found(wide_setting, part,
         advance(rows, next_ids, logits.gather(1, next_ids[:, None])[:, 0].float())
 
     message = WRONG if has_right_tokens else f"a token is less likely than the best|{WRONG}"
-    wide_setting.require_fault(message, bucket=48, step=step)
-    wide_setting.check(48)
+    wide_setting.require_fault(message, bucket=32, step=step)
 
 
 # What is no fault
@@ -639,20 +640,15 @@ def test_a_vocabulary_and_positions_of_a_few(new_model, make_driver_anywhere, gr
 
 NATURAL = {"batch_shape": "natural", "max_requests_per_batch": 3, "page_size": 8, "num_blocks": 40}
 CROWDED = {"buckets": (1, 4), "page_size": 4, "num_blocks": 3}
-SHORT_BURSTS = {"buckets": (1, 2), "num_blocks": 9, "max_burst": 1}
+FEW = {"buckets": (1, 2), "num_blocks": 9}
 SIZES = [
-    *[(family, {}, NATURAL, [(3, 3), (2, 2), (1, 1)]) for family in ("mistral", "gemma3", "gpt_oss")],
+    *[(family, {}, NATURAL, [(3, 3), (2, 2), (1, 1)]) for family in ("mistral", "gemma3")],
     # Room for all active rows but one, and of two kinds of layers for the least.
     ("qwen3", {}, CROWDED, [(4, 3), (1, 1)]),
     ("qwen2, sliding", {}, CROWDED, [(4, 2), (1, 1)]),
-    *[("qwen3", {"max_position_embeddings": n}, SHORT_BURSTS, [(2, 2), (1, 1)]) for n in (1, 2)],
+    ("qwen3", {}, FEW | {"max_burst": 1}, [(2, 2), (1, 1)]),
     *[
-        (
-            "qwen3",
-            {"max_position_embeddings": n, "vocab_size": 1 + n},
-            SHORT_BURSTS | {"max_burst": 8},
-            [(2, 2), (1, 1)],
-        )
+        ("qwen3", {"max_position_embeddings": n, "vocab_size": 1 + n}, FEW, [(2, 2), (1, 1)])
         for n in (1, 2, 3)
     ],
 ]
