@@ -45,6 +45,7 @@ class CBRolloutMixin(_Base):
     shared by their generations).
     `correction`: hand the sampler's log-probabilities over, and turn on TRL's importance-sampling correction with all
     its `vllm_importance_sampling_*` settings and `sampling/*` metrics. It costs one forward more a generation.
+    `sleep`: have the driver sleep after each generation, so that the backward pass has the cache's memory.
 
     The completions of adjacent equal prompts are made together. EOS stays where the model made one. A completion that a
     stop string ends gets an EOS that is not trained on, so that TRL does not take it for truncated. One that the
@@ -70,6 +71,7 @@ class CBRolloutMixin(_Base):
         *others: Any,
         engine_config: CBSyncConfig | None = None,
         correction: bool = False,
+        sleep: bool = False,
         **more: Any,
     ) -> None:
         if args is not None:
@@ -82,6 +84,7 @@ class CBRolloutMixin(_Base):
             )
         self._engine_config = engine_config
         self._correction = correction
+        self._sleep = sleep
         self._driver: SyncCBDriver | None = None
         self._policy_version: int | None = None
         self._rollout = _Rollout()
@@ -175,6 +178,8 @@ class CBRolloutMixin(_Base):
         self._rollout, self._padded_rows = _Rollout(), []
         outputs: tuple[Any, ...] = super()._generate(prompts)
         self._log_rollout()
+        if self._sleep and self._driver is not None:
+            self._driver.sleep()
         if not self._padded_rows:
             return outputs
         prompt_ids, completion_ids, tool_mask, *others = outputs
