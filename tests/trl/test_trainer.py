@@ -27,7 +27,9 @@ def generate_and_score(trainer):
 def test_a_training_step_with_the_correction(build_trainer):
     """End to end on the engine: its log-probabilities are those that TRL computes, so that nothing is corrected."""
     settings = {"max_steps": 2, "max_completion_length": 32, "temperature": 1.5}
-    trainer = build_trainer(settings, reward_funcs=reward_letters, correction=True, sleep=True)
+    trainer = build_trainer(
+        settings, reward_funcs=reward_letters, correction=True, num_rescored=3, sleep=True
+    )
     before = {name: value.clone() for name, value in trainer.model.named_parameters()}
     trainer.train()
     log = trainer.state.log_history[1]
@@ -37,6 +39,7 @@ def test_a_training_step_with_the_correction(build_trainer):
         8 * log["completions/mean_length"], rel=1e-3
     )
     assert log["rollout/memory_gib"] > 0
+    assert 0 <= log["rollout/kl"] < 1e-6
     assert log["rollout/fallback_steps"] == 0
     assert any(not torch.equal(value, before[name]) for name, value in trainer.model.named_parameters())
 
@@ -115,6 +118,16 @@ def test_eos_and_stop_strings_end_a_completion_and_the_limit_cuts_it(build_train
     assert torch.isfinite(batch["importance_sampling_ratio"]).all()
 
 
+def test_log_probabilities_that_are_not_the_models_are_warned_of(build_trainer, fake_driver):
+    trainer = build_trainer({"per_device_train_batch_size": 12}, num_rescored=5)
+    with pytest.warns(
+        UserWarning, match="differs from that of the model's own forward by a KL divergence of"
+    ):
+        generate_and_score(trainer)
+    assert trainer._metrics["train"]["rollout/kl"][0] > 0.1
+    assert trainer.driver.config.logprobs
+
+
 @pytest.mark.parametrize("correction", [True, False])
 def test_the_correction_weighs_by_the_difference_or_is_off(build_trainer, fake_driver, correction):
     trainer = build_trainer(
@@ -135,7 +148,12 @@ def test_a_path_is_trained_in_float32_under_autocast(build_trainer, lora):
     """TRL's default: the driver's copy of the weights is a bfloat16 one, which follows every optimizer step."""
     settings = {"max_steps": 2, "bf16": True, "max_completion_length": 32, "learning_rate": 1e-2}
     trainer = build_trainer(
-        settings, model=str(TINY), reward_funcs=reward_letters, correction=True, peft_config=lora
+        settings,
+        model=str(TINY),
+        reward_funcs=reward_letters,
+        correction=True,
+        num_rescored=4,
+        peft_config=lora,
     )
     trainer.train()
     assert {value.dtype for value in trainer.model.parameters()} == {torch.float32}
@@ -143,6 +161,7 @@ def test_a_path_is_trained_in_float32_under_autocast(build_trainer, lora):
     for log in trainer.state.log_history[:2]:
         assert log["sampling/sampling_logp_difference/mean"] < 0.02
         assert log["sampling/importance_sampling_ratio/min"] > 0.3
+        assert 0 < log["rollout/kl"] < 0.005
 
 
 @pytest.mark.slow
