@@ -30,7 +30,7 @@ SET_BY_TRAINER = {
     "pad_token_id": "the tokenizer",
     "sampling": "GRPOConfig",
     "seed": "GRPOConfig.seed",
-    "logprobs": "correction",
+    "logprobs": "correction and num_rescored",
 }
 # Other ways to generate, which would do nothing here, and when they are off.
 OTHER_GENERATION = {
@@ -97,7 +97,7 @@ def read_sampling(args: Any) -> Sampling:
 def build_engine_config(
     args: Any,
     engine_config: CBSyncConfig | None,
-    correction: bool,
+    logprobs: bool,
     eos_token_ids: Sequence[int],
     pad_token_id: int,
     model: Any,
@@ -118,6 +118,6 @@ def build_engine_config(
         pad_token_id=pad_token_id,
         sampling=read_sampling(args),
         seed=args.seed,
-        logprobs=correction,
+        logprobs=logprobs,
         fp32_head=engine_config.fp32_head or args.cast_lm_head_to_fp32,
     )

@@ -7,7 +7,7 @@ import resource
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ import torch
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from cbexp.engine import CBSyncConfig, Completion, EngineError, StepInfo, SyncCBDriver
+from cbexp.engine.rescoring import Rescoring, rescore
 from cbexp.engine.support import read_positions
 from cbexp.trl.settings import build_engine_config, check_arguments
 
@@ -34,6 +35,7 @@ class _Rollout:
     seconds: float = 0.0
     num_tokens: int = 0
     num_fallback_steps: int = 0
+    sample: list[Completion] = field(default_factory=list)  # of the first drive, to be rescored
 
 
 class CBRolloutMixin(_Base):
@@ -45,6 +47,9 @@ class CBRolloutMixin(_Base):
     shared by their generations).
     `correction`: hand the sampler's log-probabilities over, and turn on TRL's importance-sampling correction with all
     its `vllm_importance_sampling_*` settings and `sampling/*` metrics. It costs one forward more a generation.
+    `num_rescored`: completions of each generation and rank whose log-probabilities are compared with those of the
+    trainer's own forward, one forward each; a divergence beyond rounding is warned of. 0: none.
+    `sleep`: have the driver sleep after each generation, so that the backward pass has the cache's memory.
 
     The completions of adjacent equal prompts are made together. EOS stays where the model made one. A completion that a
     stop string ends gets an EOS that is not trained on, so that TRL does not take it for truncated. One that the
@@ -53,8 +58,9 @@ class CBRolloutMixin(_Base):
     resumed goes on with the completions that it would have made.
 
     Logged: `rollout/generation_s` (of the slowest rank), `rollout/tokens_per_s` (all ranks), `rollout/memory_gib` (in
-    use on the device after the drive, or the process's peak on a CPU; the largest rank) and
-    `rollout/fallback_steps` (decode steps that ran as transformers' own, since the cache was full).
+    use on the device after the drive, or the process's peak on a CPU; the largest rank), `rollout/fallback_steps`
+    (decode steps that ran as transformers' own, since the cache was full) and `rollout/kl` (in nats, of the rescored
+    completions; the largest rank).
 
     Raises `EngineError` for settings without effect here and for images, besides what `SyncCBDriver` raises.
     """
@@ -70,6 +76,8 @@ class CBRolloutMixin(_Base):
         *others: Any,
         engine_config: CBSyncConfig | None = None,
         correction: bool = False,
+        num_rescored: int = 4,
+        sleep: bool = False,
         **more: Any,
     ) -> None:
         if args is not None:
@@ -82,6 +90,8 @@ class CBRolloutMixin(_Base):
             )
         self._engine_config = engine_config
         self._correction = correction
+        self._num_rescored = num_rescored
+        self._sleep = sleep
         self._driver: SyncCBDriver | None = None
         self._policy_version: int | None = None
         self._rollout = _Rollout()
@@ -104,7 +114,7 @@ class CBRolloutMixin(_Base):
             config = build_engine_config(
                 self.args,
                 self._engine_config,
-                self._correction,
+                self._correction or self._num_rescored > 0,
                 self.eos_token_ids,
                 self._tokenizer.pad_token_id,
                 self.model,
@@ -136,6 +146,9 @@ class CBRolloutMixin(_Base):
                 raise EngineError(
                     f"prompt {index} of {len(completions)} got no completion: {completion.error}"
                 )
+        if self._num_rescored and not self._rollout.sample:
+            spacing = -(-len(completions) // self._num_rescored)
+            self._rollout.sample = completions[::spacing]
         self._rollout.seconds += time.perf_counter() - start_s
         self._rollout.num_tokens += sum(map(len, completions))
         self._rollout.num_fallback_steps += sum(map(_is_fallback, driver.steps))
@@ -175,6 +188,8 @@ class CBRolloutMixin(_Base):
         self._rollout, self._padded_rows = _Rollout(), []
         outputs: tuple[Any, ...] = super()._generate(prompts)
         self._log_rollout()
+        if self._sleep and self._driver is not None:
+            self._driver.sleep()
         if not self._padded_rows:
             return outputs
         prompt_ids, completion_ids, tool_mask, *others = outputs
@@ -187,10 +202,11 @@ class CBRolloutMixin(_Base):
         """Collective: every rank comes here once a generation, while tool turns may be more on one than on another."""
         mode, device = "train" if self.model.training else "eval", self.accelerator.device
         own = self._rollout
-        values = [own.seconds, own.num_tokens, own.num_fallback_steps, _memory_bytes(device) / 2**30]
+        memory_gib = _memory_bytes(device) / 2**30
+        values = [own.seconds, own.num_tokens, own.num_fallback_steps, memory_gib, self._rescore(own.sample)]
         ranks = self.accelerator.gather(torch.tensor([values], dtype=torch.float32, device=device)).cpu()
-        seconds, memory_gib = ranks[:, 0].max().item(), ranks[:, 3].max().item()
-        num_tokens, num_fallback_steps = ranks[:, 1].sum().item(), ranks[:, 2].sum().item()
+        seconds, _, _, memory_gib, kl = ranks.amax(0).tolist()
+        _, num_tokens, num_fallback_steps, *_ = ranks.sum(0).tolist()
         if not seconds:  # a rollout_func that generates by other means
             return
         logged = {
@@ -198,9 +214,31 @@ class CBRolloutMixin(_Base):
             "tokens_per_s": num_tokens / seconds,
             "memory_gib": memory_gib,
             "fallback_steps": num_fallback_steps,
+            **({"kl": kl} if self._num_rescored else {}),
         }
         for name, value in logged.items():
             self._metrics[mode][f"rollout/{name}"].append(value)
+
+    def _rescore(self, completions: Sequence[Completion]) -> float:
+        """KL of the driver's distribution from that of the trainer's own forward, in nats; 0 without completions."""
+        if not completions:
+            return 0.0
+        rescored = [
+            rescore(
+                self.model_wrapped,
+                completion.request_id,
+                completion.prompt_ids,
+                completion.completion_ids,
+                logprobs=completion.logprobs_model,
+                temperature=self.temperature,
+            )
+            for completion in completions
+        ]
+        rescoring = Rescoring(rescored, is_greedy=False)
+        problem = rescoring.find_problem()
+        if problem is not None:
+            warnings.warn(problem, stacklevel=2)
+        return rescoring.figures["kl"]
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)

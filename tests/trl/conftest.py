@@ -28,6 +28,7 @@ def build_trainer(tmp_path) -> Callable[..., CBGRPOTrainer]:
             "reward_funcs": reward_right_answers,
             "train_dataset": build_dataset(),
             "processing_class": load_tokenizer(),
+            "num_rescored": 0,
         }
         return CBGRPOTrainer(args=build_args(tmp_path / "run", **args or {}), **defaults | own)
 

@@ -104,7 +104,7 @@ def test_the_engine_gets_its_own_settings_and_those_of_the_trainer():
         (
             {},
             {"engine_config": CBSyncConfig(logprobs=True)},
-            "engine_config.logprobs follows from correction",
+            "engine_config.logprobs follows from correction and num_r",
         ),
     ],
 )

@@ -43,9 +43,9 @@ def reward_right_answers(completions: list[Any], answer: list[int], **_: Any) ->
     ]
 
 
-def reward_length(completions: list[Any], **_: Any) -> list[float]:
-    """Two completions are seldom as long."""
-    return [float(len(text[0]["content"])) for text in completions]
+def reward_letters(completions: list[Any], **_: Any) -> list[float]:
+    """Another reward for almost every text."""
+    return [float(sum(map(ord, text[0]["content"]))) for text in completions]
 
 
 def reward_nothing(completions: list[Any], **_: Any) -> list[float]:
