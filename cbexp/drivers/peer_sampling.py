@@ -28,6 +28,29 @@ def generation_fields(sampling: Sampling) -> dict[str, Any]:
     return fields
 
 
+def vllm_fields(sampling: Sampling, logprobs: bool) -> dict[str, Any]:
+    """Return the arguments of vLLM's `SamplingParams` that choose tokens alike, and the ends that are not EOS.
+
+    No seed of a request's own: with one, vLLM draws its rows one by one.
+    """
+    return {
+        "temperature": float(sampling.temperature),
+        "top_k": max(0, sampling.top_k),
+        "top_p": float(sampling.top_p),
+        "min_p": float(sampling.min_p),
+        "repetition_penalty": float(sampling.repetition_penalty),
+        "min_tokens": sampling.min_new_tokens,
+        "stop": list(sampling.stop_strings),
+        "detokenize": bool(sampling.stop_strings),
+        "logprobs": 0 if logprobs else None,
+    }
+
+
+def vllm_takes_processed(sampling: Sampling) -> bool:
+    """Return which logits vLLM's log-probabilities are to be of: the raw ones serve trainers where they can."""
+    return sampling.temperature not in (0, 1)
+
+
 def logprob_columns(sampling: Sampling, *, processed: bool) -> tuple[str, ...]:
     """Return the fields of a `Completion` that equal a driver's one log-probability of each token.
 
