@@ -37,7 +37,7 @@ NEEDS = {
 # What an experiment sweeps over that has all values there are.
 SWEPT = {
     "compile_modes": ("compile.mode", ["auto", *COMPILE_MODES]),
-    "temperatures": ("sampling.temperature", [0, 0.5, 1, 1.5]),
+    "temperatures": ("sampling.temperature", [0, 0.5, 1, 1.5, 2]),
     "batch_shapes": ("compile.batch_shape", [*get_args(BatchShape)]),
     "drivers": ("driver.name", [*DRIVERS]),
 }
