@@ -350,7 +350,7 @@ def test_a_sampled_job_says_how_and_how_its_groups_were_judged(sampled):
         },
         {"compile": CompileConfig(batch_shape="full", buckets=[8])},
         {"model": {"attn_implementation": "sdpa"}, "cache": CacheConfig(block_sharing="off")},
-        pytest.param({"compile": CompileConfig("default")}, marks=pytest.mark.slow),
+        pytest.param({"compile": CompileConfig("default", buckets=[6])}, marks=pytest.mark.slow),
     ],
     ids=["natural", "full", "own_attention", "compiled"],
 )
