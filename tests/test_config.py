@@ -160,6 +160,8 @@ def test_what_only_the_plan_can_tell_and_what_generate_lacks_is_not_refused():
         ({"sampling": SamplingConfig(ignore_eos=True, eos_token_ids=[3])}, ["sampling.eos_token_ids=[3]"]),
         ({"sampling": SamplingConfig(top_k=5, min_p=0.1)}, ["sampling.top_k=5", "sampling.min_p=0.1"]),
         ({"sampling": SamplingConfig(top_k=5, temperature=0.7)}, []),
+        ({"sampling": SamplingConfig(ignore_eos=True, min_new_tokens=3)}, ["sampling.min_new_tokens=3"]),
+        ({"sampling": SamplingConfig(ignore_eos=True, min_new_tokens=3, stop_token_ids=[1])}, []),
         ({"cache": CacheConfig(num_tokens=4096, max_memory_fraction=0.3)}, ["cache.max_memory_fraction=0.3"]),
         ({"compile": CompileConfig("cuda_graph", cache_dir="d")}, ["compile.cache_dir=d"]),
         ({"compile": CompileConfig("default", recompile_limit=8, cache_dir="d", **DECODE)}, []),

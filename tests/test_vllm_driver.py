@@ -107,7 +107,7 @@ def test_log_probabilities_fill_the_fields_that_they_equal(fake, settings, mode,
     driver, prompts = fake.build(logprobs=True, **settings)
     (completion,) = drive(driver, prompts[:1])
     assert fake.notes("start")[0]["logprobs_mode"] == f"{mode}_logprobs"
-    assert set(driver.resolved["logprobs"]) == columns
+    assert set(driver.resolved["logprob_fields"]) == columns
     expected = tuple(-token / 97 for token in completion)
     for name in LOGPROB_FIELDS:
         assert getattr(completion, name) == (expected if name in columns else ()), name

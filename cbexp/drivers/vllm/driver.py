@@ -90,7 +90,7 @@ class VllmDriver(RolloutDriver):
             "compile_mode": self._config.settings.compile_mode,
             "attn_implementation": "vllm",
             **self._decoding.describe(),
-            **({"logprobs": list(self._columns)} if self._config.settings.logprobs else {}),
+            **({"logprob_fields": list(self._columns)} if self._config.settings.logprobs else {}),
             "log": str(self._config.log_path),
             "not_measured": not_measured,
             **self._facts,
