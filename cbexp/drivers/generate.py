@@ -153,10 +153,8 @@ class GenerateDriver(ModelDriver):
 
         The first `num_searched` are known to hold no end.
         """
-        sampling = self._decoding.sampling
-        ends = (
-            index for index in range(num_searched, len(token_ids)) if token_ids[index] in self._stop_token_ids
-        )
+        sampling, stops = self._decoding.sampling, set(self._stop_token_ids)
+        ends = (index for index in range(num_searched, len(token_ids)) if token_ids[index] in stops)
         length = next((index + 1 for index in ends), None)
         num_searched = max(num_searched, sampling.min_new_tokens)
         if not sampling.stop_strings or num_searched >= len(token_ids):
