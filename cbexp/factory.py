@@ -54,14 +54,16 @@ def build_driver(
     eos_token_ids: tuple[int, ...],
     pad_token_id: int,
     *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     on_step: OnStep | None = None,
     log_path: Path | None = None,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> RolloutDriver:
     """Return the driver of `plan` on the loaded model, its cache and batches sized for `prompts`.
 
-    `on_step` is called by the synchronous driver; the others cannot see their steps while they run. A driver with a
-    process of its own logs to `log_path`; its `warmup` starts it and reports to `on_progress`.
+    `tokenizer` is for stop strings. `on_step` is called by the synchronous driver; the others cannot see their steps
+    while they run. A driver with a process of its own logs to `log_path`; its `warmup` starts it and reports to
+    `on_progress`.
 
     Raises:
         ConfigError: a prompt is too long for the model or for the cache that was asked for.
@@ -83,6 +85,7 @@ def build_driver(
             plan=plan,
             settings=settings,
             model=loaded.model,
+            tokenizer=tokenizer,
             prompt_lengths=lengths,
             log_path=log_path,
             on_progress=on_progress,

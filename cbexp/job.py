@@ -174,6 +174,7 @@ class Job:
             prompts,
             eos_token_ids,
             pad_token_id,
+            tokenizer=tokenizer,
             on_step=self._display.on_step if self._display.is_live else None,
             log_path=self._directory.path / f"{self._plan.kind.name}.log",
             on_progress=self._display.show_progress,

@@ -33,16 +33,23 @@ def describe_run(
         num_generations=config.dataset.num_generations,
         max_new_tokens=plan.max_new_tokens,
         has_limits_per_prompt=config.sampling.has_limits_per_prompt,
-        is_fixed_length=config.sampling.ignore_eos,
-        do_sample=resolved["sampling"]["temperature"] > 0,
+        is_fixed_length=config.sampling.is_fixed_length,
+        do_sample=config.sampling.temperature > 0,
+        sampling=_describe_sampling(plan),
         workload_hash=_hash_workload(plan, prompts, resolved),
     )
+
+
+def _describe_sampling(plan: RunPlan) -> dict[str, Any]:
+    sampling = plan.config.sampling
+    return sampling.choice.in_effect | ({"logprobs": True} if sampling.logprobs else {})
 
 
 def _hash_workload(plan: RunPlan, prompts: PromptSet, resolved: Mapping[str, Any]) -> str:
     config = plan.config
     sampling = {
-        "do_sample": resolved["sampling"]["temperature"] > 0,
+        "do_sample": config.sampling.temperature > 0,
+        **_describe_sampling(plan),
         "eos_token_ids": list(resolved["eos_token_ids"]),
         "num_generations": config.dataset.num_generations,
     }

@@ -91,6 +91,11 @@ class GRPORun:
             raise ConfigError(f"dataset={self.dataset.name} has no verifier, and rewards come from one.")
         if self.adapter.merged:
             raise ConfigError("adapter.merged=true leaves no adapter to train: use adapter=lora.")
+        for name, value in self.sampling.choice.in_effect.items():
+            raise ConfigError(
+                f"sampling.{name}={value} has no effect here, the trainer decides it: set trainer.{name}, or "
+                "trainer.generation_kwargs."
+            )
         known = [item.name for item in dataclasses.fields(GRPOConfig)]
         for key in self.trainer:
             if key in SET_BY_GROUPS:

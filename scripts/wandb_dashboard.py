@@ -34,6 +34,7 @@ CHOICES = (
     "adapter.kind",
     "dataset.name",
     "sampling.max_new_tokens",
+    "sampling.temperature",
     "cache.name",
     "resolved.cache_tokens",
     "cache.scheduler",
@@ -107,6 +108,7 @@ def _correctness_panels() -> list[Any]:
     return [
         _bars("Accuracy by compile mode", ["accuracy"], COMPILE_MODE),
         _lines("Accuracy of each round", ["accuracy"]),
+        _bars("One of a group right (pass@k) by temperature", ["groups.pass_at_k"], "sampling.temperature"),
         _bars("Mean drift of log-probabilities from eager", ["mean_logprob_error"], COMPILE_MODE),
         _bars("Largest drift of log-probabilities from eager", ["max_logprob_error"], COMPILE_MODE),
         _bars("Mean drift of the steps' best logits from eager", ["mean_logit_error"], COMPILE_MODE),

@@ -26,6 +26,7 @@ def describe_run(**changes: Any) -> RunDescription:
         "has_limits_per_prompt": False,
         "is_fixed_length": False,
         "do_sample": False,
+        "sampling": {},
         "workload_hash": "abc",
     }
     return RunDescription(**values | changes)

@@ -37,11 +37,13 @@ NEEDS = {
 # What an experiment sweeps over that has all values there are.
 SWEPT = {
     "compile_modes": ("compile.mode", ["auto", *COMPILE_MODES]),
+    "temperatures": ("sampling.temperature", [0, 0.5, 1, 1.5, 2]),
     "batch_shapes": ("compile.batch_shape", [*get_args(BatchShape)]),
     "drivers": ("driver.name", [*DRIVERS]),
 }
 # Single runs, and how many new tokens a request may have.
-SINGLE = {"smoke": 16, "rollout_32": 512, "rollout_32x8": 512, "rollout_256": 512, "rollout_natural": 8192}
+SINGLE = {"smoke": 16, "rollout_32": 512, "rollout_32x8": 512, "rollout_32x8_sampled": 512}
+SINGLE |= {"rollout_256": 512, "rollout_natural": 8192}
 IDENTITIES = ("name", "kind", "mode")
 # A choice that is another one with more settings.
 OTHER_IDENTITY = {("adapter", "lora_merged"): "lora"}
@@ -119,7 +121,7 @@ def test_rollout_workloads_have_their_known_size(experiment, num_prompts, num_to
 
 def test_experiments_make_a_sweep_that_is_no_grid_but_for_those_that_are_sweeps():
     command = check("-m", "experiment=glob(rollout_32*)")
-    assert [job.config.name for job in command.jobs] == ["rollout_32", "rollout_32x8"]
+    assert [job.config.name for job in command.jobs] == ["rollout_32", "rollout_32x8", "rollout_32x8_sampled"]
     assert command.output_dir.parent == Path("outputs/default")
     with pytest.raises(ConfigError, match="experiment=drivers lists a sweep of its own"):
         check("-m", "experiment=rollout_32,drivers")

@@ -19,6 +19,7 @@ from cbexp.config import (
     TrackingConfig,
     find_idle_settings,
 )
+from cbexp.engine import Sampling
 from cbexp.errors import ConfigError
 
 SYNTHETIC = {"name": "synthetic", "kind": "synthetic", "min_length": 4, "max_length": 8}
@@ -105,11 +106,40 @@ def test_bad_setting_says_what_is_wrong_and_what_would_be_right(group, settings,
         ({"compile": CompileConfig(max_burst=0)}, "^compile.max_burst=0 is too small"),
         ({"compile": CompileConfig(buckets=[1, 4]), "dataset": EIGHT}, "^compile.buckets end at 4, and .*=8"),
         ({"compile": CompileConfig("default"), "model": FOREIGN}, r"^compile\.mode='default' .* not 'sdpa'"),
+        ({"sampling": SamplingConfig(top_p=1.5)}, r"^sampling\.top_p=1\.5 must be a number from 0 to 1"),
+        (
+            {"sampling": SamplingConfig(temperature=-1.0)},
+            r"^sampling\.temperature=-1\.0 must be .*0: greedy",
+        ),
+        ({"sampling": SamplingConfig(stop_token_ids=[-1])}, r"^sampling\.stop_token_ids has -1, and"),
+        (
+            {"sampling": SamplingConfig(min_new_tokens=2), "driver": DriverConfig("manager")},
+            r"^sampling\.min_new_tokens=2 does not work with driver=manager, .*driver=sync",
+        ),
+        (
+            {"sampling": SamplingConfig(stop_strings=["."]), "dataset": RANGE},
+            r"^sampling\.stop_strings are looked for in text, and dataset=synthetic has token ids",
+        ),
     ],
 )
 def test_what_the_engine_refuses_is_said_in_its_words_by_the_settings_name(settings, message):
     with pytest.raises(ConfigError, match=message):
         ExperimentConfig(**settings)
+
+
+def test_the_engine_gets_sampling_and_seed_as_they_are_set():
+    sampling = SamplingConfig(
+        temperature=0.5, top_k=-1, stop_strings=["."], stop_token_ids=[3, 3], logprobs=True
+    )
+    settings = ExperimentConfig(sampling=sampling, seed=7).engine_settings("eager", "cbexp")
+    assert (settings.seed, settings.logprobs) == (7, True)
+    assert settings.sampling == Sampling(0.5, -1, stop_token_ids=(3, 3), stop_strings=(".",))
+    assert settings.sampling.in_effect == {"temperature": 0.5, "stop_token_ids": [3], "stop_strings": ["."]}
+    assert ExperimentConfig().engine_settings("eager", "cbexp").sampling == Sampling()
+    assert Sampling(top_k=5, top_p=0.0, min_p=0.5, repetition_penalty=2).in_effect == {
+        "repetition_penalty": 2
+    }
+    assert Sampling(1, top_p=0.0).in_effect == {"temperature": 1, "top_p": 0.0}
 
 
 def test_what_only_the_plan_can_tell_and_what_generate_lacks_is_not_refused():
@@ -128,6 +158,10 @@ def test_what_only_the_plan_can_tell_and_what_generate_lacks_is_not_refused():
         ({"adapter": AdapterConfig(rank=8, merged=True)}, ["adapter.rank=8", "adapter.merged=True"]),
         ({"adapter": AdapterConfig(kind="lora", path="p", rank=8)}, ["adapter.rank=8"]),
         ({"sampling": SamplingConfig(ignore_eos=True, eos_token_ids=[3])}, ["sampling.eos_token_ids=[3]"]),
+        ({"sampling": SamplingConfig(top_k=5, min_p=0.1)}, ["sampling.top_k=5", "sampling.min_p=0.1"]),
+        ({"sampling": SamplingConfig(top_k=5, temperature=0.7)}, []),
+        ({"sampling": SamplingConfig(ignore_eos=True, min_new_tokens=3)}, ["sampling.min_new_tokens=3"]),
+        ({"sampling": SamplingConfig(ignore_eos=True, min_new_tokens=3, stop_token_ids=[1])}, []),
         ({"cache": CacheConfig(num_tokens=4096, max_memory_fraction=0.3)}, ["cache.max_memory_fraction=0.3"]),
         ({"compile": CompileConfig("cuda_graph", cache_dir="d")}, ["compile.cache_dir=d"]),
         ({"compile": CompileConfig("default", recompile_limit=8, cache_dir="d", **DECODE)}, []),

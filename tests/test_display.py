@@ -142,6 +142,8 @@ def test_final_table_has_every_figure_with_its_unit(directory):
 
 
 FIXED = {"is_fixed_length": True}
+GROUPS = {"verdict_mean": 0.5, "verdict_std": 0.4, "all_right_share": 0.25, "all_wrong_share": 0.0}
+GROUPS = {"groups": GROUPS | {"num_groups": 4, "pass_at_1": 0.5, "pass_at_k": 0.75, "k": 8}}
 DIFFERING = {"are_rounds_identical": False, "num_differing_requests": 1}
 
 
@@ -168,6 +170,13 @@ DIFFERING = {"are_rounds_identical": False, "num_differing_requests": 1}
             "KL 0.00012, log-probabilities up to 0.04 apart, 50.0 %",
         ),
         ("eos eos", {"rescoring": {"num_completions": 0, "note": "why"}}, "rescored nothing: why"),
+        ("eos stop stop length", {}, "ended by EOS 2, by stop 4, by limit 2"),
+        ("eos", {"sampling": {"temperature": 0.7, "logprobs": True}}, "temperature=0.7, logprobs=True"),
+        (
+            "eos",
+            GROUPS,
+            "pass@1 50.0 %, pass@8 75.0 %, all right 25.0 %, all wrong 0.0 %; verdicts 0.50 +/- 0.40",
+        ),
         ("eos failed lost", {}, "but 2 FAILED and 2 LOST of 6 requests"),
     ],
 )
@@ -230,7 +239,7 @@ warning      adapter.rank is idle
 stop         EOS ids 1, 2; pad id 0
 cache        32,768 tokens: 128 blocks of 256
 resolved     fusion layers, batches 1, 8
-greedy       the model's own do_sample=True, temperature=0.6 do not apply
+defaults     the model's own do_sample=True, temperature=0.6 do not apply
 compiled     in 12.5 s, 9 graphs captured in 750 ms; 2 skipped cudagraphs
 compiler     cache of 3.00 MiB in /cache/inductor, /cache/triton
 weights      8.04 GB

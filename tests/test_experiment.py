@@ -4,15 +4,17 @@ import dataclasses
 import json
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from cbexp import job, rounds
+from cbexp import job, metrics, rounds
 from cbexp.artifacts import RunDirectory, read_jsonl
 from cbexp.config import (
     AdapterConfig,
     ArtifactsConfig,
+    CacheConfig,
     CompileConfig,
     DatasetConfig,
     DriverConfig,
@@ -23,21 +25,29 @@ from cbexp.config import (
     TrackingConfig,
 )
 from cbexp.dataset.completion_limits import draw_limits
+from cbexp.dataset.prompts import PromptSet
 from cbexp.display import ProgressDisplay
 from cbexp.engine import SyncCBDriver
 from cbexp.experiment import run_experiment
+from cbexp.planning.plan import build_plan
 from cbexp.rounds import RoundRunner
+from cbexp.run_description import describe_run
 from cbexp.sweep.stop_signals import interrupting_by_stop_signals
 
+TINY = {"name": "tiny", "name_or_path": "builtin:tiny", "default_max_new_tokens": 96, "num_threads": 1}
+SAMPLED = {
+    "sampling": SamplingConfig(temperature=2.5, top_k=50, logprobs=True, max_new_tokens=32),
+    "dataset": DatasetConfig(verifier="arithmetic", num_prompts=2, num_generations=3),
+    "num_rounds": 2,
+}
 OTHERS = [{"driver": DriverConfig("manager")}, {"driver": DriverConfig("generate")}]
 BURSTS = CompileConfig(batch_shape="buckets", buckets=[4, 8], max_burst=8)
 FIXED_LENGTH = SamplingConfig(max_new_tokens=6, ignore_eos=True)
 
 
 def run(tmp_path: Path, num_generations=1, **changes):
-    tiny = {"name": "tiny", "name_or_path": "builtin:tiny", "default_max_new_tokens": 96, "num_threads": 1}
     settings = {
-        "model": ModelConfig(**tiny),
+        "model": ModelConfig(**TINY),
         "dataset": DatasetConfig(verifier="arithmetic", num_prompts=6, num_generations=num_generations),
         "tracking": TrackingConfig(mode="disabled"),
         "num_rounds": 1,
@@ -64,6 +74,14 @@ def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
     kept = {"artifacts": ArtifactsConfig(completions="2"), "stats_path": str(folder / "stats/summary.json")}
     outcome = run(folder, compile=BURSTS, num_rounds=2, num_warmup_rounds=1, **kept)
+    assert outcome.status == "completed", outcome.message
+    return outcome
+
+
+@pytest.fixture(scope="module")
+def sampled(tmp_path_factory):
+    """A sampled job of two rounds, three completions a prompt, with the defaults of driver=sync."""
+    outcome = run(tmp_path_factory.mktemp("sampled"), **SAMPLED)
     assert outcome.status == "completed", outcome.message
     return outcome
 
@@ -306,3 +324,60 @@ def test_a_run_on_a_gpu_measures_the_bandwidth_before_the_cache_takes_the_memory
     assert summary["bandwidth_bytes_per_s"] == 1e12
     assert summary["roofline_fraction"] > 0
     assert summary["durations_s"]["measure_bandwidth"] >= 0
+
+
+# Sampled
+
+
+def test_a_sampled_job_says_how_and_how_its_groups_were_judged(sampled):
+    summary = sampled.summary
+    assert summary["sampling"] == {"temperature": 2.5, "top_k": 50, "logprobs": True}
+    assert (summary["do_sample"], summary["are_rounds_identical"]) == (True, None)
+    one, other = rows(sampled, "rounds.jsonl")
+    assert one["completions_digest"] != other["completions_digest"]
+    groups = summary["groups"]
+    assert (groups["num_groups"], groups["k"]) == (4, 3)
+    assert groups["verdict_mean"] == pytest.approx(summary["accuracy"])
+    assert 0 < groups["pass_at_1"] <= groups["pass_at_k"] <= 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {
+            "compile": CompileConfig(batch_shape="natural", max_burst=3),
+            "cache": CacheConfig(num_tokens=256, page_size=16),
+        },
+        {"compile": CompileConfig(batch_shape="full", buckets=[8])},
+        {"model": {"attn_implementation": "sdpa"}, "cache": CacheConfig(block_sharing="off")},
+        pytest.param({"compile": CompileConfig("default", buckets=[6])}, marks=pytest.mark.slow),
+    ],
+    ids=["natural", "full", "own_attention", "compiled"],
+)
+def test_the_same_seed_gives_the_same_completions_in_every_mode(sampled, tmp_path, changes):
+    model = {"model": ModelConfig(**TINY | changes["model"])} if "model" in changes else {}
+    outcome = run(tmp_path, **SAMPLED | changes | model)
+    assert outcome.status == "completed", outcome.message
+    assert outcome.summary["workload_hash"] == sampled.summary["workload_hash"]
+    for one, other in zip(rows(outcome, "rounds.jsonl"), rows(sampled, "rounds.jsonl"), strict=True):
+        assert one["completions_digest"] == other["completions_digest"]
+
+
+def test_other_sampling_is_another_workload_and_another_seed_is_not():
+    loaded = SimpleNamespace(dtype=torch.float32, lora_adapter=None)
+    resolved = {"eos_token_ids": [3], "fusion": "none", "attn_implementation": "cbexp"}
+
+    def hash_of(seed=0, **sampling):
+        model, given = ModelConfig(**TINY), SamplingConfig(max_new_tokens=9, **sampling)
+        plan = build_plan(ExperimentConfig(model=model, sampling=given, seed=seed))
+        return describe_run(plan, loaded, PromptSet([[1, 2]]), resolved).workload_hash
+
+    settings = [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 3}, {"stop_token_ids": [3]}]
+    settings += [{"logprobs": True}, {"temperature": 1.0, "stop_strings": ["x"]}]
+    hashes = [hash_of(**given) for given in settings]
+    assert len(set(hashes)) == len(settings)
+    assert hash_of(top_k=3, seed=7) == hashes[0]
+    assert hash_of(temperature=1.0, top_k=-1, seed=7) == hashes[1]
+    # What greedy runs had before there was anything else.
+    greedy = {"do_sample": False, "eos_token_ids": [3], "num_generations": 1}
+    assert hashes[0] == metrics.workload_hash([[1, 2]], 9, greedy)

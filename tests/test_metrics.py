@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from typing import Any
 
 import pytest
@@ -113,7 +114,7 @@ def test_completion_rows_hold_what_came_back_in_order():
     came_back = {"b": completion((9,))}
     (row,) = metrics.summarize_completions(1, came_back, ["a", "b"], [None, "nine"], [None, True])
     expected = {"round_index": 1, "request_id": "b", "finish_reason": "eos", "verdict": True, "text": "nine"}
-    assert row == expected | {"completion_ids": [9], "prompt_ids": [1, 2, 3]}
+    assert row == expected | {"stop_reason": None} | {"completion_ids": [9], "prompt_ids": [1, 2, 3]}
 
 
 def test_digest_depends_on_ids_order_and_reason():
@@ -163,7 +164,7 @@ def test_record_of_a_round():
         "round_index": 0,
         "is_warmup": False,
         "wall_s": 5.0,
-        "finish_reasons": {"eos": 1, "length": 1, "failed": 1, "lost": 1},
+        "finish_reasons": {"eos": 1, "stop": 0, "length": 1, "failed": 1, "lost": 1},
         "output_tokens_per_s": 1.6,
         "total_tokens_per_s": 2.4,
         "requests_per_s": 0.4,
@@ -235,8 +236,9 @@ def test_summary_of_a_run():
         "output_tokens_per_s": spread(1.6, 1.0, 2.0, 0.3125),
         "total_tokens_per_s": spread(2.4, 1.5, 3.0, 0.3125),
         "requests_per_s": spread(0.4, 0.25, 0.5, 0.3125),
-        "finish_reasons": {"eos": 3, "length": 3, "failed": 3, "lost": 3},
+        "finish_reasons": {"eos": 3, "stop": 0, "length": 3, "failed": 3, "lost": 3},
         "accuracy": 0.5,
+        "groups": None,  # one was not judged
         "num_steps": 12,
         "decode_step_s": {"mean": 0.15, "p50": 0.125, "p90": 0.25, "p99": 0.25},
         "occupancy": 0.625,
@@ -256,6 +258,40 @@ def test_summary_of_a_run():
         "settings_without_effect": idle,
         "warnings": ["be careful"],
     }
+
+
+def test_groups_of_a_prompt_are_judged_together():
+    """Two rounds of two prompts, three completions each: 1 of 3 and 0 of 3 right, then 3 of 3 and 1 of 3."""
+
+    def one(verdicts):
+        return (1.0, [one_request(verdict=mark == "x") for mark in verdicts])
+
+    summary = one_run(one("x....."), one("xxx.x."), num_generations=3)
+    groups = summary["groups"]
+    deviation = (2 / 9) ** 0.5  # of one of three
+    assert groups == {
+        "num_groups": 4,
+        "verdict_mean": pytest.approx((1 / 3 + 0 + 1 + 1 / 3) / 4),
+        "verdict_std": pytest.approx((deviation + 0 + 0 + deviation) / 4),
+        "all_right_share": 0.25,
+        "all_wrong_share": 0.25,
+        "pass_at_1": pytest.approx((4 / 6 + 1 / 6) / 2),
+        "k": 3,
+        # Four of six right: any three have one. One of six: half of the threes have it.
+        "pass_at_k": pytest.approx((1 + 1 / 2) / 2),
+    }
+    assert one_run(one("x..x.."))["groups"] is not None
+    assert one_run(one("x..x.."), num_generations=1)["groups"] is None
+    assert one_run((1.0, [one_request(verdict=None)] * 6), num_generations=3)["groups"] is None
+
+
+def test_pass_at_k_is_without_bias():
+    """Over all draws of six completions that are right with probability 0.3, by its mean."""
+    for k in (1, 2, 5):
+        mean = sum(
+            math.comb(6, c) * 0.3**c * 0.7 ** (6 - c) * metrics.estimate_pass_at_k(6, c, k) for c in range(7)
+        )
+        assert mean == pytest.approx(1 - 0.7**k)
 
 
 def test_decode_tps_is_tokens_over_median_wall_of_an_even_number_of_rounds():

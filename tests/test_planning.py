@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 
-from cbexp.config import DatasetConfig, ModelConfig
+from cbexp.config import DatasetConfig, ModelConfig, SamplingConfig
 from cbexp.drivers.registry import DRIVERS
 from cbexp.engine.sizing import CacheSize, estimate_cache_cost
 from cbexp.errors import ConfigError, MemoryBudgetError, ModelError
@@ -111,6 +111,21 @@ def test_what_cannot_be_planned_is_refused(monkeypatch, settings, error, message
     monkeypatch.setenv("WORLD_SIZE", "1" if settings else "2")
     with pytest.raises(error, match=message):
         build_plan(experiment(**settings))
+
+
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        ({"min_new_tokens": 9}, r"sampling\.min_new_tokens=9 is more than a request may have: 8 new tokens"),
+        ({"stop_token_ids": [300]}, r"^sampling\.stop_token_ids has 300, and token ids .* are 0 to 299"),
+        ({"suppress_token_ids": [*range(300)]}, r"^sampling\.suppress_token_ids leave no token"),
+    ],
+)
+def test_sampling_that_model_and_limits_do_not_allow_is_refused(sampling, message):
+    config = experiment()
+    config.sampling = SamplingConfig(max_new_tokens=8, **sampling)
+    with pytest.raises(ConfigError, match=message):
+        build_plan(config)
 
 
 def test_a_model_that_does_not_fit_is_refused_before_loading(free_memory):

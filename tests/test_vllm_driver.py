@@ -12,14 +12,17 @@ import pytest
 import torch
 
 from cbexp.artifacts import read_jsonl
-from cbexp.config import DriverConfig
+from cbexp.config import DatasetConfig, DriverConfig, ModelConfig, SamplingConfig
 from cbexp.drivers.vllm import start
 from cbexp.drivers.vllm.driver import VllmDriver
+from cbexp.engine import Sampling
+from cbexp.engine.requests import LOGPROB_FIELDS
 from cbexp.engine.types import EngineError
 from cbexp.errors import ConfigError, MemoryBudgetError, NotApplicableError
 from cbexp.experiment import run_experiment
 from cbexp.rounds import measure_round_memory
 from tests.drivers.conftest import drive, ids_of
+from tests.model_fixtures import build_tokenizer, save_model
 from tests.sweep.conftest import is_running, wait_until
 from tests.vllm_fixtures import FakeVllm, complete
 
@@ -89,6 +92,59 @@ def test_generations_stop_ids_and_times_of_requests(fake):
     driver, _ = fake.build(ignore_eos=False, eos_token_ids=[complete(prompts[0], 3)[2]])
     (completion,) = drive(driver, prompts[:1])
     assert (completion.finish_reason, completion.completion_ids) == ("eos", complete(prompts[0], 3))
+
+
+@pytest.mark.parametrize(
+    ("settings", "mode", "columns"),
+    [
+        ({}, "raw", {"logprobs_model", "logprobs_raw"}),
+        ({"temperature": 1.0, "top_k": 5}, "raw", {"logprobs_model", "logprobs_raw"}),
+        ({"temperature": 0.5}, "processed", {"logprobs_model", "logprobs_sampled"}),
+        ({"temperature": 0.5, "top_p": 0.9}, "processed", {"logprobs_sampled"}),
+    ],
+)
+def test_log_probabilities_fill_the_fields_that_they_equal(fake, settings, mode, columns):
+    driver, prompts = fake.build(logprobs=True, **settings)
+    (completion,) = drive(driver, prompts[:1])
+    assert fake.notes("start")[0]["logprobs_mode"] == f"{mode}_logprobs"
+    assert set(driver.resolved["logprob_fields"]) == columns
+    expected = tuple(-token / 97 for token in completion)
+    for name in LOGPROB_FIELDS:
+        assert getattr(completion, name) == (expected if name in columns else ()), name
+
+
+def test_vllm_gets_every_setting_and_says_what_ended_a_request(fake):
+    first = fake.build()[1][0]
+    ids = complete(first, 8)
+    shape = {"temperature": 0.7, "top_k": -1, "top_p": 0.9, "repetition_penalty": 1.2, "min_new_tokens": 3}
+    driver, _ = fake.build(stop_token_ids=[ids[1], ids[4]], **shape)
+    (completion,) = drive(driver, [first])
+    found = (completion.completion_ids, completion.finish_reason, completion.stop_reason)
+    assert found == (ids[:5], "stop", ids[4])
+    given = shape | {"top_k": 0, "min_tokens": shape["min_new_tokens"], "min_p": 0.0}
+    del given["min_new_tokens"]
+    assert fake.notes("sampling") == [given]
+    with pytest.raises(ValueError, match="this driver samples all its requests by its own settings"):
+        driver.add_requests([first], sampling=Sampling())
+
+
+def test_stop_strings_come_with_the_tokenizer_of_real_weights(fake, tmp_path):
+    config, text = fake.experiment(), DatasetConfig(num_prompts=1)
+    first = [40, 20]
+    changes = {
+        "sampling": SamplingConfig(max_new_tokens=8, ignore_eos=True, stop_strings=["?@"]),
+        "dataset": text,
+    }
+    with pytest.raises(
+        ConfigError, match=r"^sampling\.stop_strings do not work with driver=vllm model\.init=random"
+    ):
+        fake.build(config=dataclasses.replace(config, **changes), tokenizer=build_tokenizer())
+    model = ModelConfig(name="hf", name_or_path=str(save_model(tmp_path / "model")), device="cpu")
+    driver, _ = fake.build(
+        config=dataclasses.replace(config, model=model, **changes), tokenizer=build_tokenizer()
+    )
+    (completion,) = drive(driver, [first])
+    assert (bytes(completion), completion.finish_reason, completion.stop_reason) == (b"<=>?@", "stop", "?@")
 
 
 def test_what_vllm_takes_of_a_gpu_is_what_is_in_use_more(fake, monkeypatch):

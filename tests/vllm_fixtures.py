@@ -53,12 +53,12 @@ class FakeVllm:
             num_rounds=2,
         )
 
-    def build(self, on_progress=lambda _: None, **changes):
+    def build(self, on_progress=lambda _: None, config=None, tokenizer=None, **changes):
         """A driver, and the prompts of its workload."""
-        config = self.experiment(**changes)
-        prompts = load_prompts(config.dataset, None, QWEN3["vocab_size"], config.seed, ())
+        config = config or self.experiment(**changes)
+        prompts = load_prompts(config.dataset, tokenizer, QWEN3["vocab_size"], config.seed, ())
         plan, model, eos = build_plan(config), describe_model(config.model), config.sampling.eos_token_ids
-        texts = {"log_path": self.log_path, "on_progress": on_progress}
+        texts = {"log_path": self.log_path, "on_progress": on_progress, "tokenizer": tokenizer}
         self.drivers.append(build_driver(plan, model, prompts, tuple(eos or ()), 0, **texts))
         return self.drivers[-1], [list(ids) for ids in prompts.prompt_ids]
 

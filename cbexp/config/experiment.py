@@ -16,11 +16,13 @@ from cbexp.config.model import AdapterConfig, ModelConfig
 from cbexp.config.records import ArtifactsConfig, RescoreConfig, TrackingConfig
 from cbexp.config.workload import DatasetConfig, SamplingConfig
 from cbexp.drivers.registry import DRIVERS, DriverKind
+from cbexp.engine.requests import check_sampling
 from cbexp.engine.settings import check_config, check_values
 from cbexp.engine.types import ENGINE_ATTENTION, CBSyncConfig, EngineError
 from cbexp.errors import ConfigError
 
 MAX_SEED = 2**63 - 1  # PyTorch's
+ANY_VOCABULARY = 2**31  # ids are held against the model's once that is known, by the plan
 ISOLATIONS = ("process", "none")
 # A setting with the name of one of the engine's goes there as it is.
 ENGINE_SETTINGS = {
@@ -104,7 +106,12 @@ class ExperimentConfig:
         idle = find_reasons(self, compile_mode)
         given = {name: attrgetter(key)(self) for name, key in ENGINE_SETTINGS.items() if key not in idle}
         given |= {"max_new_tokens": self.max_new_tokens, "attn_implementation": attention}
-        given |= {"compile_mode": compile_mode, **resolved}
+        given |= {
+            "sampling": self.sampling.choice,
+            "seed": self.seed,
+            "compile_mode": compile_mode,
+            **resolved,
+        }
         return CBSyncConfig(**{name: value for name, value in given.items() if value is not None})
 
     def _check_engine_settings(self) -> None:
@@ -121,8 +128,15 @@ class ExperimentConfig:
             # What has no effect here is checked by itself all the same.
             check_values(CBSyncConfig(**{name: value for name, value in given.items() if value is not None}))
             check_config(self.engine_settings(mode, attention, **resolved))
+            check_sampling("sampling", self.sampling.choice, ANY_VOCABULARY, reads_text=True)
+            kind.check_sampling(self.sampling.choice, self.sampling.logprobs)
         except (EngineError, ValueError) as error:
             raise ConfigError(name_settings(str(error))) from error
+        if self.sampling.stop_strings and self.dataset.kind == "synthetic":
+            raise ConfigError(
+                f"sampling.stop_strings are looked for in text, and dataset={self.dataset.name} has token ids alone: "
+                "take a dataset of text, or sampling.stop_token_ids."
+            )
 
     def _check_sweep_settings(self) -> None:
         check_choice("isolation", self.isolation, ISOLATIONS)
@@ -174,6 +188,7 @@ class SweepInfo:
 def name_settings(message: str) -> str:
     """Return an error of the engine's, which begins with the name of one of its settings, with the name of ours."""
     names = ENGINE_SETTINGS | {"compile_mode": "compile.mode"}
+    message = re.sub(r"^sampling: (?=\w)", "sampling.", message)
     return re.sub(r"^\w+", lambda name: names.get(name[0], name[0]), message)
 
 

@@ -89,6 +89,11 @@ def _find_in_adapter(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
 
 
 def _find_in_sampling(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
+    if config.sampling.temperature == 0:
+        reason = "sampling.temperature=0, the most likely token"
+        yield from _each("sampling", ("top_k", "top_p", "min_p"), reason)
+    if config.sampling.is_fixed_length:
+        yield "sampling.min_new_tokens", "sampling.ignore_eos=true, without a stop token or string"
     if config.sampling.ignore_eos:
         yield "sampling.eos_token_ids", "sampling.ignore_eos=true"
     if config.sampling.median_new_tokens is None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from cbexp.checks import check_at_least, check_choice, check_is_set
 from cbexp.config.defaults import list_changed_fields
+from cbexp.engine.types import CBSyncConfig, Sampling
 from cbexp.errors import ConfigError
 
 VERIFIERS = ("none", "arithmetic", "gsm8k", "math")
@@ -105,7 +106,9 @@ class DatasetConfig:
 
 @dataclass
 class SamplingConfig:
-    """How tokens are chosen, and how many. Greedy for now. `eos_token_ids` None: the union of tokenizer and model.
+    """How tokens are chosen, as the engine's `Sampling` says, and how many.
+
+    `logprobs`: completions have log-probabilities. `eos_token_ids` None: the union of tokenizer and model.
 
     `max_new_tokens` is every request's limit. Each prompt gets a limit of its own from `max_new_tokens_file` (a JSON
     list of whole numbers), or one drawn log-normally around `median_new_tokens`, of which `max_new_tokens` is the
@@ -113,6 +116,16 @@ class SamplingConfig:
     """
 
     name: str = "greedy"
+    temperature: float = Sampling.temperature
+    top_k: int = Sampling.top_k
+    top_p: float = Sampling.top_p
+    min_p: float = Sampling.min_p
+    repetition_penalty: float = Sampling.repetition_penalty
+    min_new_tokens: int = Sampling.min_new_tokens
+    stop_token_ids: list[int] = field(default_factory=list)
+    stop_strings: list[str] = field(default_factory=list)
+    suppress_token_ids: list[int] = field(default_factory=list)
+    logprobs: bool = CBSyncConfig.logprobs
     max_new_tokens: int | None = None
     max_new_tokens_file: str | None = None
     median_new_tokens: int | None = None
@@ -141,6 +154,20 @@ class SamplingConfig:
             check_at_least("sampling.eos_token_ids", token_id, 0)
         if self.eos_token_ids == []:
             raise ConfigError("sampling.eos_token_ids=[] ends nothing: say sampling.ignore_eos=true instead.")
+
+    @property
+    def choice(self) -> Sampling:
+        """What the engine takes of it."""
+        values: dict[str, Any] = {}
+        for item in fields(Sampling):
+            value = getattr(self, item.name)
+            values[item.name] = tuple(value) if isinstance(value, list) else value
+        return Sampling(**values)
+
+    @property
+    def is_fixed_length(self) -> bool:
+        """Whether nothing ends a request but its limit."""
+        return self.ignore_eos and not self.stop_token_ids and not self.stop_strings
 
     @property
     def has_limits_per_prompt(self) -> bool:

@@ -39,7 +39,7 @@ def cache_rows(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     unused = settings.get("unused_model_defaults")
     if unused:
         shown = ", ".join(f"{name}={reprlib.repr(value)}" for name, value in unused.items())
-        yield "greedy", f"the model's own {shown} do not apply"
+        yield "defaults", f"the model's own {shown} do not apply"
 
 
 def set_up_rows(

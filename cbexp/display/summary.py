@@ -63,9 +63,13 @@ def _rows(summary: Summary) -> Iterator[tuple[str, str, str]]:
     yield "", _other_rates(summary), ""
     yield "wall", f"{format_seconds(summary['median_wall_s'])} a round ({_wall_range(summary)})", ""
     yield _tokens(summary)
+    if summary["sampling"]:
+        yield "sampling", ", ".join(f"{name}={value}" for name, value in summary["sampling"].items()), ""
     if summary["num_judged"]:
         judged = f"{summary['num_correct']} of {summary['num_judged']} judged completions"
         yield "accuracy", f"{format_share(summary['accuracy'])} ({judged})", GOOD
+    if summary["groups"] is not None:
+        yield "groups", _groups(summary["groups"]), ""
     if summary["are_rounds_identical"] is not None:
         yield _identity(summary)
     if summary["rescoring"] is not None:
@@ -115,7 +119,21 @@ def _tokens(summary: Summary) -> tuple[str, str, str]:
     reasons, lengths = summary["finish_reasons"], summary["completion_tokens"]
     if lengths is not None:
         text += f", {format_number(lengths['mean'])} a request (at most {lengths['max']:,.0f} of {limit:,})"
-    return "tokens", f"{text}; ended by EOS {reasons['eos']:,}, by limit {reasons['length']:,}", ""
+    stops = f", by stop {reasons['stop']:,}" if reasons["stop"] else ""
+    return "tokens", f"{text}; ended by EOS {reasons['eos']:,}{stops}, by limit {reasons['length']:,}", ""
+
+
+def _groups(groups: Mapping[str, Any]) -> str:
+    shares = {
+        "pass@1": "pass_at_1",
+        f"pass@{groups['k']}": "pass_at_k",
+        "all right": "all_right_share",
+        "all wrong": "all_wrong_share",
+    }
+    text = ", ".join(f"{label} {format_share(groups[name])}" for label, name in shares.items())
+    return (
+        f"{text}; verdicts {format_number(groups['verdict_mean'])} +/- {format_number(groups['verdict_std'])}"
+    )
 
 
 def _identity(summary: Summary) -> tuple[str, str, str]:

@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from cbexp.drivers.inputs import DriverInputs
+from cbexp.drivers.peer_sampling import generation_fields
+from cbexp.drivers.random_numbers import own_random_numbers
 from cbexp.drivers.registry import DRIVERS
 from cbexp.engine.borrow import borrowed_for_inference
 from cbexp.engine.model_driver import ModelDriver
-from cbexp.engine.requests import PromptGroup, RequestBook
+from cbexp.engine.requests import PromptGroup, RequestBook, RequestLimits
+from cbexp.engine.stop_strings import find_stop_string
 from cbexp.engine.types import CBSyncConfig, StepInfo
 
 
 def build(inputs: DriverInputs) -> GenerateDriver:
     """Return the driver."""
-    return GenerateDriver(inputs.model, inputs.settings)
+    return GenerateDriver(inputs.model, inputs.settings, inputs.tokenizer)
 
 
 @dataclass(frozen=True)
@@ -35,18 +45,19 @@ class _Row:
 
 
 class GenerateDriver(ModelDriver):
-    """Greedy `generate` with a dynamic cache, in eager mode; implements `RolloutDriver`.
+    """`generate` with a dynamic cache, in eager mode; implements `RolloutDriver`.
 
     All requests are one batch unless `max_requests_per_batch` splits them, in submission order. A batch runs
-    to the largest of its limits: tokens that a request generates past its own limit, or past its EOS, are cut
+    to the largest of its limits: tokens that a request generates past its own limit, or past its end, are cut
     and not counted. The generations of a prompt are rows of their own.
     """
 
     kind = DRIVERS["generate"]
 
-    def __init__(self, model: Any, config: CBSyncConfig) -> None:
+    def __init__(self, model: Any, config: CBSyncConfig, tokenizer: Any = None) -> None:
         self.kind.check_compile_mode(config.compile_mode)
-        super().__init__(model, config)
+        super().__init__(model, config, tokenizer=tokenizer)
+        self.kind.check_sampling(self._decoding.sampling, config.logprobs)
 
     @property
     def resolved(self) -> dict[str, Any]:
@@ -59,12 +70,16 @@ class GenerateDriver(ModelDriver):
             "max_requests_per_batch": self._config.max_requests_per_batch,
         }
 
+    def _request_limits(self) -> RequestLimits:
+        return replace(super()._request_limits(), has_own_sampling=False)
+
     def _drive(self, groups: list[PromptGroup], book: RequestBook) -> None:
         rows = [_Row(i, g.prompt_ids, g.max_new_tokens) for g in groups for i in g.request_ids]
         batch_size = self._config.max_requests_per_batch or len(rows)
         with (
             borrowed_for_inference(self._model, self._model.config._attn_implementation),
             _without_own_generation_config(self._model),
+            own_random_numbers(self._config.seed, groups[0].submission),
         ):
             for start in range(0, len(rows), batch_size):
                 batch = rows[start : start + batch_size]
@@ -92,6 +107,7 @@ class GenerateDriver(ModelDriver):
                 attention_mask=attention_mask.to(self._model.device),
                 generation_config=self._build_generation_config(max(row.max_new_tokens for row in batch)),
                 logits_processor=LogitsProcessorList([watcher]),
+                stopping_criteria=self._build_stopping_criteria(input_ids.shape[1]),
             )
         finally:
             hook.remove()
@@ -109,13 +125,16 @@ class GenerateDriver(ModelDriver):
         width = max(len(row.prompt_ids) for row in batch)
         lengths = []
         for row, row_ids in zip(batch, ids, strict=True):
-            kept, has_ended = _trim_at_end(row_ids[width:], row.max_new_tokens, self._decoding.eos_token_ids)
+            new_ids = row_ids[width:]
+            length, stop_string = self._find_end(new_ids[: row.max_new_tokens])
+            has_ended = length is not None or len(new_ids) >= row.max_new_tokens
+            kept = tuple(new_ids[: row.max_new_tokens if length is None else length])
             lengths.append(len(kept))
             book.mark_scheduled([row.request_id], times_s[0][0])
             if kept:
                 book.mark_tokens([row.request_id], times_s[0][1])
             if has_ended:
-                book.finish(row.request_id, kept, None, times_s[len(kept) - 1][1])
+                book.finish(row.request_id, kept, None, times_s[len(kept) - 1][1], stop_string)
             else:
                 self._unfinished[row.request_id] = kept
         return lengths
@@ -125,14 +144,55 @@ class GenerateDriver(ModelDriver):
         """Nothing reads it: any will do."""
         return self._decoding.pad_token_id or 0
 
+    @property
+    def _stop_token_ids(self) -> list[int]:
+        return [*self._decoding.eos_token_ids, *self._decoding.sampling.stop_token_ids]
+
+    def _find_end(self, token_ids: Sequence[int], num_searched: int = 0) -> tuple[int | None, str | None]:
+        """How many of a row's new tokens count, None: all; and the stop string that the last of them completes.
+
+        The first `num_searched` are known to hold no end.
+        """
+        sampling, stops = self._decoding.sampling, set(self._stop_token_ids)
+        ends = (index for index in range(num_searched, len(token_ids)) if token_ids[index] in stops)
+        length = next((index + 1 for index in ends), None)
+        num_searched = max(num_searched, sampling.min_new_tokens)
+        if not sampling.stop_strings or num_searched >= len(token_ids):
+            return length, None
+        found = find_stop_string(self._tokenizer, token_ids[:length], num_searched, sampling.stop_strings)
+        return (length, None) if found is None else (found.num_tokens, found.string)
+
+    def _build_stopping_criteria(self, width: int) -> StoppingCriteriaList:
+        has_strings = bool(self._decoding.sampling.stop_strings)
+        return StoppingCriteriaList([_StopStrings(self._find_end, width)] if has_strings else [])
+
     def _build_generation_config(self, max_new_tokens: int) -> GenerationConfig:
         return GenerationConfig(
             max_new_tokens=max_new_tokens,
-            do_sample=False,
             use_cache=True,
-            eos_token_id=list(self._decoding.eos_token_ids) or None,
+            eos_token_id=self._stop_token_ids or None,
             pad_token_id=self._pad_token_id,
+            **generation_fields(self._decoding.sampling),
         )
+
+
+class _StopStrings(StoppingCriteria):
+    """Ends rows of a batch whose text has a stop string, by `find_end`; the first `width` tokens are the prompt's."""
+
+    def __init__(
+        self, find_end: Callable[[Sequence[int], int], tuple[int | None, str | None]], width: int
+    ) -> None:
+        self._find_end = find_end
+        self._width = width
+        self._ended: set[int] = set()
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:  # noqa: ARG002
+        """Which of the rows (rows x ids so far) have ended, bool [rows]."""
+        num_rows, num_ids = input_ids.shape
+        for index, ids in enumerate(input_ids[:, self._width :].tolist()):
+            if index not in self._ended and self._find_end(ids, num_ids - self._width - 1)[1] is not None:
+                self._ended.add(index)
+        return torch.tensor([index in self._ended for index in range(num_rows)], device=input_ids.device)
 
 
 class _StepWatcher(LogitsProcessor):
@@ -188,16 +248,6 @@ def _without_own_generation_config(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         model.generation_config = own
-
-
-def _trim_at_end(
-    token_ids: Sequence[int], max_new_tokens: int, eos_token_ids: Sequence[int]
-) -> tuple[tuple[int, ...], bool]:
-    """The tokens that count, up to the first EOS (included) or the limit, and whether it ends there."""
-    for index, token_id in enumerate(token_ids[:max_new_tokens]):
-        if token_id in eos_token_ids:
-            return tuple(token_ids[: index + 1]), True
-    return tuple(token_ids[:max_new_tokens]), len(token_ids) >= max_new_tokens
 
 
 def _describe_steps(

@@ -10,6 +10,8 @@ from transformers import GenerationConfig
 
 from cbexp.drivers.inputs import DriverInputs
 from cbexp.drivers.manager_settings import build_batching_config
+from cbexp.drivers.peer_sampling import generation_fields, logprob_columns
+from cbexp.drivers.random_numbers import own_random_numbers
 from cbexp.drivers.registry import DRIVERS
 from cbexp.engine.model_driver import ModelDriver
 from cbexp.engine.requests import PromptGroup, RequestBook, RequestLimits
@@ -27,8 +29,9 @@ def build(inputs: DriverInputs) -> ManagerDriver:
 
 
 class ManagerDriver(ModelDriver):
-    """Transformers' threaded manager with its best settings, greedy; implements `RolloutDriver`.
+    """Transformers' threaded manager with its best settings; implements `RolloutDriver`.
 
+    Its log-probabilities are taken in the distribution that a token was drawn from: they fill `logprob_columns`.
     One manager stays started over all drives, cache, compiled code and graphs warm; between drives its thread
     idles and the model is as the caller left it. `warmup` (or the first `add_requests`) builds it. After an
     error or Ctrl-C it is stopped, and the next round builds a new one. See `manager_settings` for what the
@@ -43,6 +46,7 @@ class ManagerDriver(ModelDriver):
     def __init__(self, model: Any, config: CBSyncConfig, max_request_tokens: int | None = None) -> None:
         self.kind.check_compile_mode(config.compile_mode)
         super().__init__(model, config)
+        self.kind.check_sampling(self._decoding.sampling, config.logprobs)
         # Only now: another version of transformers may lack the names that the session imports.
         from cbexp.drivers.manager_session import require_manageable
 
@@ -73,11 +77,12 @@ class ManagerDriver(ModelDriver):
 
     def _request_limits(self) -> RequestLimits:
         limits = super()._request_limits()
-        return replace(limits, max_stored_tokens=self._started_session().max_request_tokens)
+        stored = self._started_session().max_request_tokens
+        return replace(limits, max_stored_tokens=stored, has_own_sampling=False)
 
     def _drive(self, groups: list[PromptGroup], book: RequestBook) -> None:
         session = self._started_session()
-        with session.lent():
+        with session.lent(), own_random_numbers(self._config.seed, groups[0].submission):
             try:
                 session.submit_round(groups)
                 self._described = session.describe()
@@ -112,9 +117,9 @@ class ManagerDriver(ModelDriver):
             # No EOS is -1 to upstream; None would make it write that into the config, with a warning.
             GenerationConfig(
                 max_new_tokens=self._decoding.max_new_tokens,
-                do_sample=False,
                 eos_token_id=list(self._decoding.eos_token_ids) or -1,
                 pad_token_id=self._decoding.pad_token_id,
+                **generation_fields(self._decoding.sampling),
             ),
             build_batching_config(
                 self._config, self._model.config, self._model.device, self._max_request_tokens
@@ -131,7 +136,7 @@ class ManagerDriver(ModelDriver):
             if ended is None:
                 return
             request_id, output = ended
-            _record(request_id, output, book)
+            self._record(request_id, output, book)
             # A thread that dies fails its requests first.
             if output.error is not None:
                 session.check_thread()
@@ -139,16 +144,18 @@ class ManagerDriver(ModelDriver):
     def _keep_leftovers(self, session: ManagerSession, book: RequestBook) -> None:
         for request_id, output in session.take_outputs():
             if output.error is None:
-                _record(request_id, output, book)
+                self._record(request_id, output, book)
             else:
                 self._unfinished[request_id] = tuple(output.generated_tokens)
 
-
-def _record(request_id: str, output: Any, book: RequestBook) -> None:
-    """Enter upstream's `GenerationOutput` in the book; after an eviction its first times are unknown."""
-    if len(output.timestamps) == len(output.generated_tokens):
-        if output.lifespan[0] >= 0:
-            book.mark_scheduled([request_id], output.lifespan[0])
-        if output.timestamps:
-            book.mark_tokens([request_id], output.timestamps[0])
-    book.finish(request_id, tuple(output.generated_tokens), output.error, output.lifespan[1])
+    def _record(self, request_id: str, output: Any, book: RequestBook) -> None:
+        """Enter upstream's `GenerationOutput` in the book; after an eviction its first times are unknown."""
+        if len(output.timestamps) == len(output.generated_tokens):
+            if output.lifespan[0] >= 0:
+                book.mark_scheduled([request_id], output.lifespan[0])
+            if output.timestamps:
+                book.mark_tokens([request_id], output.timestamps[0])
+        if self._config.logprobs:
+            columns = logprob_columns(self._decoding.sampling, processed=True)
+            book.set_logprobs(request_id, dict.fromkeys(columns, tuple(output.logprobs)))
+        book.finish(request_id, tuple(output.generated_tokens), output.error, output.lifespan[1])

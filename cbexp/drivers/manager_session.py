@@ -13,6 +13,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from cbexp.drivers.exit_guard import StopsAtExit
 from cbexp.drivers.manager_settings import describe_batching_config
+from cbexp.drivers.random_numbers import kept_random_state
 from cbexp.engine.borrow import borrowed_for_inference
 from cbexp.engine.requests import PromptGroup
 from cbexp.engine.sizing import choose_safety_margin, count_blocks, describe_cache_layout
@@ -94,7 +95,7 @@ class ManagerSession(StopsAtExit):
         Raises `CacheMemoryError` when cache and buffers do not fit in the free memory.
         """
         try:
-            with self.lent(), _kept_random_state():
+            with self.lent(), kept_random_state():  # upstream seeds them
                 self._manager.warmup()
         except BaseException as error:
             self._manager.batch_processor = None
@@ -195,7 +196,7 @@ class ManagerSession(StopsAtExit):
                 list(group.prompt_ids),
                 request_id=request_id,
                 max_new_tokens=group.max_new_tokens,
-                eos_token_id=list(group.eos_token_ids),
+                eos_token_id=[*group.eos_token_ids, *group.sampling.stop_token_ids],
                 record_timestamps=True,
             )
         for index in range(num_forks):
@@ -237,14 +238,6 @@ def _borrowed(model: PreTrainedModel) -> Iterator[None]:
         finally:
             if model.config._attn_implementation != attention:
                 model.set_attn_implementation(attention)
-
-
-@contextmanager
-def _kept_random_state() -> Iterator[None]:
-    """Keep torch's global generators, which upstream seeds when it builds a processor."""
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(devices=devices):
-        yield
 
 
 def _clear_frames(error: BaseException | None) -> None:

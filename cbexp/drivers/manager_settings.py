@@ -61,7 +61,7 @@ def build_batching_config(
         default_compile_level=LEVELS.get(mode.torch_mode or "", 0),
         scheduler_type=config.scheduler,
         safety_margin=0.0,
-        return_logprobs=False,
+        return_logprobs=config.logprobs,
         seed=0,
         auto_switch_to_flash=False,
         cpu_offload_space=0.0,

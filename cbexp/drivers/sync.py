@@ -8,4 +8,4 @@ from cbexp.engine import RolloutDriver, SyncCBDriver
 
 def build(inputs: DriverInputs) -> RolloutDriver:
     """Return the driver."""
-    return SyncCBDriver(inputs.model, config=inputs.settings)
+    return SyncCBDriver(inputs.model, config=inputs.settings, tokenizer=inputs.tokenizer)

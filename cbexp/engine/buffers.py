@@ -98,7 +98,7 @@ class SamplingColumn(IntEnum):
     """Columns of `SamplingBuffers.settings`. The first five but `TOP_K` are floats, as their bits.
 
     `FIRST_STOP`: a stop id ends nothing, and is not chosen, at positions below. `STOP_SET` and `SUPPRESSED_SET` are
-    lines of `token_sets`. The last three number the completion: its submission, the prompt in it, the generation of that.
+    lines of `token_sets`. The last three number the completion: its submission, the prompt in it, and its generation.
     """
 
     TEMPERATURE = 0
@@ -189,8 +189,8 @@ class DecodeBuffers:
     inactive row (finished or padding). `remaining` int32 [max_rows]: tokens the row may still produce.
     `best_logits` float32 [max_rows]: the logit of the last step's token; anything for rows that were inactive in it.
     `outputs` int32 [max_burst, max_rows]: the token made in each step, -1 for inactive rows, `NOT_FINITE` for a row
-    that ended because of its logits. `step` int32 0-d: next row of `outputs`. `eos_ids` int64 [max(1, num_eos)]: -1 where
-    there is none; read by greedy steps alone. `sampling`: None where all steps are greedy.
+    that ended because of its logits. `step` int32 0-d: next row of `outputs`. `eos_ids` int64 [max(1, num_eos)]: -1
+    where there is none; read by greedy steps alone. `sampling`: None where all steps are greedy.
     `block_tables`: attention type -> int32 [max_rows, table_width]. `layers` by layer index; `pools` by attention type.
     """
 

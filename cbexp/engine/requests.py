@@ -31,13 +31,15 @@ class Positions:
 class RequestLimits:
     """What a request may not exceed. `max_stored_tokens`: what the cache holds of one request, None when it grows.
 
-    `reads_text`: whether there is a tokenizer, which stop strings need.
+    `reads_text`: whether there is a tokenizer, which stop strings need. `has_own_sampling`: whether a request may be
+    sampled otherwise than the driver's settings say.
     """
 
     vocab_size: int
     positions: Positions
     max_stored_tokens: int | None
     reads_text: bool = False
+    has_own_sampling: bool = True
 
 
 class GroupLengths(NamedTuple):
@@ -133,6 +135,10 @@ class RequestQueue:
         for index, (prompt, new, own) in enumerate(zip(prompts, new_tokens, samplings, strict=True)):
             _check_length(index, len(prompt), new, limits)
             if own is not self._default_sampling:
+                if not limits.has_own_sampling:
+                    raise ValueError(
+                        f"sampling of prompts[{index}]: this driver samples all its requests by its own settings."
+                    )
                 check_sampling(f"sampling of prompts[{index}]", own, limits.vocab_size, limits.reads_text)
             if own.min_new_tokens > new:
                 raise ValueError(
@@ -177,6 +183,7 @@ class RequestBook:
         self._scheduled_s: dict[str, float] = {}
         self._first_token_s: dict[str, float] = {}
         self._logprobs: defaultdict[str, list[np.ndarray]] = defaultdict(list)
+        self._columns: dict[str, Mapping[str, tuple[float, ...]]] = {}
         self._versions: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
         self._finished: dict[str, Completion] = {}
 
@@ -207,6 +214,10 @@ class RequestBook:
         if runs and runs[-1][0] == self.version:
             num_tokens += runs.pop()[1]
         runs.append((self.version, num_tokens))
+
+    def set_logprobs(self, request_id: str, columns: Mapping[str, tuple[float, ...]]) -> None:
+        """Note all log-probabilities of a request, by `LOGPROB_FIELDS`; for drivers that have not each of them."""
+        self._columns[request_id] = columns
 
     def finish(
         self,
@@ -272,7 +283,7 @@ class RequestBook:
             timings,
             error,
             stop_reason,
-            **dict(zip(LOGPROB_FIELDS, columns, strict=True)),
+            **{**dict(zip(LOGPROB_FIELDS, columns, strict=True)), **self._columns.get(request_id, {})},
             versions=_first_runs(self._versions[request_id], num_tokens),
         )
 

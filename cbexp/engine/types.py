@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 FinishReason = Literal["eos", "stop", "length", "failed"]
 StepKind = Literal["prefill", "mixed", "decode"]
@@ -89,6 +89,19 @@ class Sampling:
     stop_token_ids: Sequence[int] = ()
     stop_strings: Sequence[str] = ()
     suppress_token_ids: Sequence[int] = ()
+
+    @property
+    def in_effect(self) -> dict[str, Any]:
+        """The settings that change anything, as plain JSON values, sets of ids and strings in ascending order."""
+        idle = {"top_k"} if self.top_k <= 0 else set()
+        if self.temperature == 0:
+            idle |= {"top_k", "top_p", "min_p"}
+        values = {
+            name: value if isinstance(value, int | float) else sorted(set(value))
+            for name, value in vars(self).items()
+            if name not in idle
+        }
+        return {name: value for name, value in values.items() if value not in (getattr(GREEDY, name), [])}
 
 
 GREEDY = Sampling()

@@ -1,6 +1,7 @@
 """Pure functions and records that turn times and completions into numbers: request, step, round, run."""
 
 from cbexp.metrics.description import RunDescription, workload_hash
+from cbexp.metrics.groups import estimate_pass_at_k
 from cbexp.metrics.quantiles import Quantiles, Spread, median, percentile, spread, spread_of_rate
 from cbexp.metrics.records import (
     FINISHED_REASONS,
@@ -31,6 +32,7 @@ __all__ = [
     "StepSummary",
     "digest_completions",
     "digest_ids",
+    "estimate_pass_at_k",
     "flatten_numbers",
     "mean_decode_context",
     "median",

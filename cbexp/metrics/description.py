@@ -13,7 +13,9 @@ from cbexp.metrics.records import Record
 
 @dataclass(frozen=True, kw_only=True)
 class RunDescription(Record):
-    """What ran, as resolved. `is_fixed_length`: EOS ignored, so that every request generates as much as it may.
+    """What ran, as resolved. `is_fixed_length`: nothing ends a request but its limit, as much as it may generate.
+
+    `sampling` has what differs from greedy decoding, `Sampling.in_effect`, and `logprobs` where completions have them.
 
     `max_new_tokens` is the largest limit of a request; with `has_limits_per_prompt`, others are smaller. `fusion` and
     `batch_shape` are the engine's own decode steps', None where there are none.
@@ -36,6 +38,7 @@ class RunDescription(Record):
     has_limits_per_prompt: bool
     is_fixed_length: bool
     do_sample: bool
+    sampling: dict[str, Any]
     workload_hash: str
 
 

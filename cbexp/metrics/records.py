@@ -9,7 +9,7 @@ from typing import Any
 from cbexp.metrics.quantiles import Quantiles
 
 LOST = "lost"
-FINISHED_REASONS = ("eos", "length")
+FINISHED_REASONS = ("eos", "stop", "length")
 FINISH_REASONS = (*FINISHED_REASONS, "failed", LOST)
 
 
@@ -47,9 +47,9 @@ class MemoryUse(Record):
 class RequestRecord(Record):
     """One request of one round. Every submitted id has a record: what no completion came back for is `lost`.
 
-    `max_new_tokens` is its limit. `finish_reason` is eos, length, failed or lost. `queue_s` = scheduled - submitted;
-    `ttft_s` = first token - submitted; `latency_s` = finished - submitted; `tpot_s` = (latency - ttft) / (tokens - 1).
-    `verdict` None: not judged.
+    `max_new_tokens` is its limit. `finish_reason` is eos, stop, length, failed or lost. `queue_s` = scheduled -
+    submitted; `ttft_s` = first token - submitted; `latency_s` = finished - submitted; `tpot_s` = (latency - ttft) /
+    (tokens - 1). `verdict` None: not judged.
     """
 
     round_index: int
@@ -68,7 +68,7 @@ class RequestRecord(Record):
 
     @property
     def is_finished(self) -> bool:
-        """Whether the completion is whole: ended by EOS or by its limit."""
+        """Whether the completion is whole: ended by EOS, a stop token or string, or its limit."""
         return self.finish_reason in FINISHED_REASONS
 
 

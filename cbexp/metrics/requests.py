@@ -38,12 +38,13 @@ def summarize_completions(
     texts: Sequence[str | None],
     verdicts: Sequence[bool | None],
 ) -> list[dict[str, Any]]:
-    """One row for each completion that came back, in the order of `request_ids`: token ids, text, reason, verdict."""
+    """One row for each completion that came back, in the order of `request_ids`: token ids, text, reasons, verdict."""
     return [
         {
             "round_index": round_index,
             "request_id": request_id,
             "finish_reason": completions[request_id].finish_reason,
+            "stop_reason": completions[request_id].stop_reason,
             "verdict": verdict,
             "text": text,
             "completion_ids": list(completions[request_id].completion_ids),

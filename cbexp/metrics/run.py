@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from cbexp.metrics.description import RunDescription
+from cbexp.metrics.groups import summarize_groups
 from cbexp.metrics.quantiles import (
     Quantiles,
     Spread,
@@ -57,7 +58,8 @@ def summarize_run(
     of requests are over all requests of the timed rounds; those of decode steps are the median of the rounds'
     percentiles. `durations_s` are seconds outside of timing, by name (load, compile, warmup). `compile_stats` is what
     the driver counted over the whole run, warmup included: `COMPILE_STATS`, of which what it lacks is None. `idle` has
-    the settings that changed nothing, each with its value and the reason. `rescoring` is as it is.
+    the settings that changed nothing, each with its value and the reason. `groups` is as `summarize_groups` says,
+    `rescoring` as it is.
 
     Keys that scripts of this field read:
         backend: the driver (sync, manager, generate, vllm). compile_mode, attn_impl, lora_adapter: as resolved.
@@ -86,6 +88,7 @@ def summarize_run(
         "durations_s": dict(durations_s),
         **_throughput(timed),
         **_outcomes(timed, timed_requests, description),
+        "groups": _groups(timed, timed_requests, description),
         **_latencies(timed_requests),
         **_steps(timed),
         **{name: compile_stats.get(name) for name in COMPILE_STATS},
@@ -152,6 +155,22 @@ def _outcomes(
         "num_correct": num_correct,
         "accuracy": num_correct / num_judged if num_judged else None,
     }
+
+
+def _groups(
+    timed: Sequence[RoundRecord], requests: Sequence[RequestRecord], description: RunDescription
+) -> dict[str, float] | None:
+    by_round = _by_round(timed, requests)
+    return summarize_groups(list(by_round.values()), description.num_generations)
+
+
+def _by_round(
+    timed: Sequence[RoundRecord], requests: Sequence[RequestRecord]
+) -> dict[int, list[RequestRecord]]:
+    by_round: dict[int, list[RequestRecord]] = {record.round_index: [] for record in timed}
+    for request in requests:
+        by_round[request.round_index].append(request)
+    return by_round
 
 
 def _latencies(requests: Sequence[RequestRecord]) -> dict[str, Any]:
@@ -236,10 +255,9 @@ def _determinism(
     """
     if len(timed) < 2 or description.do_sample:
         return {"are_rounds_identical": None, "num_differing_requests": None}
-    digests: dict[int, list[str]] = {record.round_index: [] for record in timed}
-    for request in requests:
-        digests[request.round_index].append(request.completion_digest)
-    num_differing = sum(len(set(place)) > 1 for place in zip(*digests.values(), strict=True))
+    by_round = _by_round(timed, requests).values()
+    digests = [[request.completion_digest for request in own] for own in by_round]
+    num_differing = sum(len(set(place)) > 1 for place in zip(*digests, strict=True))
     is_same = len({record.completions_digest for record in timed}) == 1
     return {"are_rounds_identical": is_same, "num_differing_requests": num_differing}
 

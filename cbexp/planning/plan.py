@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from cbexp.config import ExperimentConfig, IdleSetting, find_idle_settings
+from cbexp.config import ExperimentConfig, IdleSetting, SamplingConfig, find_idle_settings, name_settings
 from cbexp.dataset.completion_limits import load_completion_limits
 from cbexp.drivers.registry import STEP_SETTINGS, DriverKind
+from cbexp.engine.requests import check_sampling
 from cbexp.engine.sizing import (
     DEFAULT_MAX_REQUESTS,
     CacheLayout,
@@ -180,6 +181,7 @@ def resolve_plan(config: ExperimentConfig) -> RunPlan:
     compile_mode = choose_compile_mode(config, attention, device)
     limits = tuple(load_completion_limits(config))
     _check_positions(config.dataset.min_length or 1, max(limits), architecture)
+    _check_sampling(config.sampling, min(limits), int(architecture.vocab_size))
     block_sharing = _resolve_block_sharing(config, describe_cache_layout(architecture))
     plan = RunPlan(
         config=config,
@@ -239,6 +241,19 @@ def _check_positions(shortest_prompt: int, longest_limit: int, architecture: Pre
     if positions.count is not None and shortest_prompt + longest_limit > positions.count:
         raise ConfigError(
             f"sampling.max_new_tokens={longest_limit} and a prompt of {shortest_prompt} tokens exceed {positions}."
+        )
+
+
+def _check_sampling(sampling: SamplingConfig, shortest_limit: int, vocab_size: int) -> None:
+    """What the settings alone do not show."""
+    try:
+        check_sampling("sampling", sampling.choice, vocab_size, reads_text=True)
+    except ValueError as error:
+        raise ConfigError(name_settings(str(error))) from error
+    if sampling.min_new_tokens > shortest_limit:
+        raise ConfigError(
+            f"sampling.min_new_tokens={sampling.min_new_tokens} is more than a request may have: {shortest_limit} new "
+            "tokens."
         )
 
 

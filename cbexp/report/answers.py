@@ -34,9 +34,9 @@ def same_completions_share(run: Run, base: Run) -> float | None:
     """Share of requests whose completion has the same tokens as the baseline's; None where records do not say.
 
     The runs have one workload. Their first timed rounds are compared. Greedy decoding in float32 should give 1. In
-    bfloat16 another order of sums may change a close choice.
+    bfloat16 another order of sums may change a close choice. None of sampled runs: drivers draw numbers of their own.
     """
-    if not run.rounds or not base.rounds:
+    if not run.rounds or not base.rounds or run.fact("do_sample") is True:
         return None
     if _round_digest(run) is not None and _round_digest(run) == _round_digest(base):
         return 1.0

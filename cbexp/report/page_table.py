@@ -66,6 +66,15 @@ def _ttft(row: Row) -> Cell:
     return Cell(None) if value is None else Cell(value, f"{_milliseconds(value)} ms")
 
 
+def _pass_at_k(row: Row) -> Cell:
+    value = row["pass_at_k"]
+    return (
+        Cell(None)
+        if value is None
+        else Cell(value, f"{value:.1%}", "" if row["k"] is None else f"k = {row['k']:.0f}")
+    )
+
+
 def _memory(row: Row) -> Cell:
     peak = find_peak_memory(row)
     return Cell(None) if peak is None else Cell(peak.gib, f"{peak.gib:,.2f} GiB", peak.kind)
@@ -111,6 +120,16 @@ COLUMNS = (
         "Of the driver's distribution from that of the model's own forward, on the completions that were rescored",
         _figure("kl", "{:.2g}"),
     ),
+    Column(
+        "pass@k",
+        "How likely one of k completions of a prompt is right, without bias (Chen et al., 2021)",
+        _pass_at_k,
+    ),
+    Column(
+        "spread in group", "Standard deviation of a group's verdicts, mean", _figure("verdict_std", "{:.2f}")
+    ),
+    Column("all right", "Groups of which every completion is right", _figure("all_right_share", "{:.1%}")),
+    Column("all wrong", "Groups of which no completion is right", _figure("all_wrong_share", "{:.1%}")),
     Column(
         "same output",
         "Requests whose completion equals the baseline's, token by token",

@@ -29,6 +29,18 @@ FIGURES: Mapping[str, tuple[str, ...]] = {
     "beyond_cap_share": ("rescoring", "beyond_cap_share"),
     "max_lag": ("rescoring", "max_lag"),
     "mean_lag": ("rescoring", "mean_lag"),
+    **{
+        name: ("groups", name)
+        for name in (
+            "verdict_mean",
+            "verdict_std",
+            "all_right_share",
+            "all_wrong_share",
+            "pass_at_1",
+            "pass_at_k",
+            "k",
+        )
+    },
     "mean_logprob_error": ("mean_logprob_error",),
     "max_logprob_error": ("max_logprob_error",),
     "mean_logit_error": ("mean_logit_error",),

@@ -27,7 +27,10 @@ HEADERS = (
     "roofline",
     "accuracy",
     "KL",
+    "pass@k",
 )
+# Headers of columns that not every table has, and their figures.
+RARE = {"KL": "kl", "pass@k": "pass_at_k"}
 
 
 def format_table(runs: Sequence[Run], baseline: str | None = None) -> str:
@@ -109,23 +112,18 @@ def _some_rows(runs: Sequence[Run], baseline: str | None) -> list[Row]:
 
 
 def _headers(rows: Sequence[Row], workloads: Sequence[Workload]) -> list[str]:
-    """The headers, with `workload` only where there are several, and `KL` only where a run has one."""
-    absent = set() if len(workloads) > 1 else {"workload"}
-    if not _have_kl(rows):
-        absent.add("KL")
+    """The headers, with `workload` only where there are several, and others only where a run has such a figure."""
+    absent = {"workload"} if len(workloads) < 2 else set()
+    absent |= {name for name, figure in RARE.items() if all(row[figure] is None for row in rows)}
     return [name for name in HEADERS if name not in absent]
 
 
-def _have_kl(rows: Sequence[Row]) -> bool:
-    return any(row["kl"] is not None for row in rows)
-
-
 def _cells(rows: Sequence[Row], workloads: Sequence[Workload]) -> list[list[str]]:
-    letters = letters_of(workloads)
-    return [
-        [
+    letters, headers = letters_of(workloads), _headers(rows, workloads)
+    cells = [
+        (
             str(index),
-            *([letters.get(row["folder"], "-")] if len(workloads) > 1 else []),
+            letters.get(row["folder"], "-"),
             row["label_in_work"],
             row["status"],
             _shown(row["output_tokens_per_s"], ",.0f"),
@@ -134,10 +132,12 @@ def _cells(rows: Sequence[Row], workloads: Sequence[Workload]) -> list[list[str]
             _shown_memory(row),
             _shown(row["roofline_fraction"], ".1%"),
             _shown(row["accuracy"], ".1%"),
-            *([_shown(row["kl"], ".2g")] if _have_kl(rows) else []),
-        ]
+            _shown(row["kl"], ".2g"),
+            _shown(row["pass_at_k"], ".1%"),
+        )
         for index, row in enumerate(rows, start=1)
     ]
+    return [[cell for name, cell in zip(HEADERS, own, strict=True) if name in headers] for own in cells]
 
 
 def _shown(value: float | None, form: str, before: str = "", after: str = "") -> str:

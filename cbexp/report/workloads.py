@@ -73,6 +73,10 @@ def _describe(run: Run) -> str:
         parts.append(f"{num_prompts:,.0f} prompts{times}")
     if limit is not None:
         parts.append(f"{'exactly' if _is_exact(run) else 'up to'} {limit:,.0f} new tokens")
+    sampling = run.fact("sampling")
+    if isinstance(sampling, Mapping) and sampling:
+        parts.append("sampled" if run.fact("do_sample") is True else "greedy")
+        parts[-1] += " with " + " ".join(f"{name}={value}" for name, value in sampling.items())
     return ", ".join(parts)
 
 

@@ -133,6 +133,23 @@ def test_completions_are_compared_request_by_request(make_run):
         rows = [{"round_index": index, "completion_digest": d} for index in (0, 1) for d in digests]
         write_lines(folder / "requests.jsonl", rows)
     assert same_completions_share(*load_runs([one, other])) == 0.75
+    # Sampled ones may differ and be right.
+    for folder in (one, other):
+        summary = json.loads((folder / "summary.json").read_text()) | {"do_sample": True}
+        (folder / "summary.json").write_text(json.dumps(summary))
+    assert same_completions_share(*load_runs([one, other])) is None
+
+
+def test_groups_have_a_column_where_there_are_any_and_sampling_is_part_of_the_workload(make_run):
+    groups = {"pass_at_1": 0.5, "pass_at_k": 0.75, "k": 8, "all_right_share": 0.25, "verdict_std": 0.1}
+    sampled = {"do_sample": True, "sampling": {"temperature": 1.0, "top_k": 5}, "workload_hash": "c" * 64}
+    plain, one = make_run("1"), make_run("2", ["sampling=sampled"], groups=groups, **sampled)
+    assert "pass@k" not in format_table(load_runs([plain]))
+    text = format_table(load_runs([one, plain]))
+    assert "pass@k" in text
+    assert "75.0%" in text
+    assert "sampled with temperature=1.0 top_k=5" in text
+    assert "k = 8" in build_page(load_runs([one, plain]), None)
 
 
 def test_csv_and_json_have_every_figure(sweep, tmp_path, capsys):

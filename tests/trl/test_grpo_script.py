@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cbexp.config import AdapterConfig, DatasetConfig, ModelConfig
+from cbexp.config import AdapterConfig, DatasetConfig, ModelConfig, SamplingConfig
 from cbexp.errors import ConfigError
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "grpo.py"
@@ -37,6 +37,7 @@ def arithmetic(**settings):
         ),
         ({"trainer": {"num_generations": 4}}, "trainer.num_generations follows from dataset.num_generations"),
         ({"dataset": DatasetConfig()}, "dataset=arithmetic has no verifier"),
+        ({"sampling": SamplingConfig(temperature=0.7)}, "sampling.temperature=0.7 has no effect here"),
         (
             {"adapter": AdapterConfig(kind="lora", merged=True)},
             "adapter.merged=true leaves no adapter to train",

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from cbexp.drivers.inputs import DriverInputs
+from cbexp.drivers.peer_sampling import logprob_columns, vllm_fields, vllm_takes_processed
+from cbexp.drivers.registry import DRIVERS
 from cbexp.drivers.vllm.device_memory import read_used_bytes
 from cbexp.drivers.vllm.failures import describe_failure, describe_strange_answer, require_event
 from cbexp.drivers.vllm.process import WorkerEndedError, WorkerMessageError, WorkerProcess
@@ -43,7 +45,7 @@ def build(inputs: DriverInputs) -> VllmDriver:
 
 
 class VllmDriver(RolloutDriver):
-    """vLLM's `LLM.generate`, greedy, all requests of a drive at once; implements `RolloutDriver`.
+    """vLLM's `LLM.generate`, all requests of a drive at once; implements `RolloutDriver`.
 
     `warmup` (or the first drive) starts the worker, which takes minutes; one engine stays warm over all drives. With
     prefix caching it forgets the prompts of earlier drives before each one, as the synchronous driver does. After an
@@ -57,9 +59,16 @@ class VllmDriver(RolloutDriver):
 
     def __init__(self, config: VllmConfig, on_progress: Callable[[str], None] = lambda _: None) -> None:
         self._decoding = resolve_decoding(
-            config.settings, None, config.model_defaults, config.request_limits.vocab_size
+            config.settings,
+            None,
+            config.model_defaults,
+            config.request_limits.vocab_size,
+            reads_text=config.request_limits.reads_text,
         )
-        super().__init__(self._decoding.max_new_tokens, self._decoding.eos_token_ids)
+        sampling = self._decoding.sampling
+        DRIVERS["vllm"].check_sampling(sampling, config.settings.logprobs)
+        super().__init__(self._decoding.max_new_tokens, self._decoding.eos_token_ids, sampling)
+        self._columns = logprob_columns(sampling, processed=vllm_takes_processed(sampling))
         self._config = config
         self._on_progress = on_progress
         self._worker: WorkerProcess | None = None
@@ -81,6 +90,7 @@ class VllmDriver(RolloutDriver):
             "compile_mode": self._config.settings.compile_mode,
             "attn_implementation": "vllm",
             **self._decoding.describe(),
+            **({"logprob_fields": list(self._columns)} if self._config.settings.logprobs else {}),
             "log": str(self._config.log_path),
             "not_measured": not_measured,
             **self._facts,
@@ -121,7 +131,7 @@ class VllmDriver(RolloutDriver):
         return self._config.request_limits
 
     def _drive(self, groups: list[PromptGroup], book: RequestBook) -> None:
-        worker = self._started_worker()
+        worker, sampling = self._started_worker(), self._decoding.sampling
         requests = [(request_id, group) for group in groups for request_id in group.request_ids]
         sent_s = time.perf_counter()
         with self._ending_on_error(worker, "generating"):
@@ -130,12 +140,17 @@ class VllmDriver(RolloutDriver):
                     "command": "round",
                     "prompts": [group.prompt_ids for _, group in requests],
                     "limits": [group.max_new_tokens for _, group in requests],
-                    "stop_token_ids": list(self._decoding.eos_token_ids),
+                    "sampling": {
+                        **vllm_fields(sampling, self._config.settings.logprobs),
+                        "stop_token_ids": [*self._decoding.eos_token_ids, *sampling.stop_token_ids],
+                    },
                 }
             )
             answer = require_event(worker.receive(), "round", "generating", self._config.log_path)
             self._round_span_s = _checked_span(sent_s, answer, time.perf_counter())
             for (request_id, group), output in zip(requests, answer["outputs"], strict=True):
+                if output["logprobs"] is not None:
+                    book.set_logprobs(request_id, dict.fromkeys(self._columns, tuple(output["logprobs"])))
                 _record(request_id, group, output, book, self._round_span_s[1])
         self._device_bytes = self._measure_device_bytes()
 
@@ -190,13 +205,19 @@ def _record(
     for mark, name in ((book.mark_scheduled, "scheduled_s"), (book.mark_tokens, "first_token_s")):
         if output[name] is not None:
             mark([request_id], output[name])
-    error = _find_fault(group, token_ids, output["finish_reason"])
-    book.finish(request_id, token_ids, error, output["finished_s"] or end_s)
+    stop = output["stop_reason"] if isinstance(output["stop_reason"], str) else None
+    error = _find_fault(group, token_ids, output["finish_reason"], stop)
+    book.finish(request_id, token_ids, error, output["finished_s"] or end_s, stop)
 
 
-def _find_fault(group: PromptGroup, token_ids: tuple[int, ...], finish_reason: str | None) -> str | None:
-    """Why an output is not what was asked for: it ends at a stop id or at its limit, and nowhere else."""
-    has_stopped = bool(token_ids) and token_ids[-1] in group.eos_token_ids
+def _find_fault(
+    group: PromptGroup, token_ids: tuple[int, ...], finish_reason: str | None, stop_string: str | None
+) -> str | None:
+    """Why an output is not what was asked for: it ends at a stop id or string or at its limit, and nowhere else."""
+    stop_ids = (*group.eos_token_ids, *group.sampling.stop_token_ids)
+    has_stopped = bool(token_ids) and (
+        token_ids[-1] in stop_ids or stop_string in group.sampling.stop_strings
+    )
     if finish_reason == "stop" and has_stopped and len(token_ids) <= group.max_new_tokens:
         return None
     if finish_reason == "length" and len(token_ids) == group.max_new_tokens:

@@ -13,12 +13,14 @@ import torch
 
 from cbexp.config import CompileConfig
 from cbexp.drivers.inputs import DriverInputs
+from cbexp.drivers.peer_sampling import vllm_takes_processed
 from cbexp.drivers.vllm.model_folder import find_model_folder, write_config_folder
 from cbexp.drivers.vllm.python import find_python, find_pythonpath
 from cbexp.drivers.vllm.start import VllmConfig
 from cbexp.engine.requests import RequestLimits
 from cbexp.engine.sizing import measure_need
 from cbexp.engine.support import read_positions
+from cbexp.engine.types import GREEDY
 from cbexp.errors import ConfigError
 from cbexp.model.memory import total_memory_bytes
 from cbexp.planning.cache_sizing import full_lengths, group_lengths, round_settings
@@ -70,6 +72,8 @@ def build_vllm_config(inputs: DriverInputs) -> VllmConfig:
             vocab_size=int(plan.architecture.vocab_size),
             positions=read_positions(plan.architecture),
             max_stored_tokens=None,
+            reads_text=inputs.tokenizer is not None,
+            has_own_sampling=False,
         ),
         model_defaults=getattr(inputs.model, "generation_config", None),
     )
@@ -77,10 +81,10 @@ def build_vllm_config(inputs: DriverInputs) -> VllmConfig:
 
 def _engine_arguments(plan: RunPlan, prompt_lengths: Sequence[int]) -> dict[str, Any]:
     """Arguments of vLLM's `LLM`: its own defaults, but for what the workload and the comparison fix."""
-    config = plan.config
+    config, sampling = plan.config, plan.settings.sampling or GREEDY
     arguments: dict[str, Any] = {
         **_model_arguments(plan),
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": not sampling.stop_strings,
         "generation_config": "vllm",
         "dtype": str(plan.dtype).removeprefix("torch."),
         "seed": config.seed % 2**32,
@@ -95,12 +99,19 @@ def _engine_arguments(plan: RunPlan, prompt_lengths: Sequence[int]) -> dict[str,
     }
     if config.cache.page_size is not None:
         arguments["block_size"] = config.cache.page_size
+    if plan.settings.logprobs:
+        arguments["logprobs_mode"] = f"{'processed' if vllm_takes_processed(sampling) else 'raw'}_logprobs"
     return arguments
 
 
 def _model_arguments(plan: RunPlan) -> dict[str, Any]:
     config = plan.config
     if config.model.init == "random":
+        if config.sampling.stop_strings:
+            raise ConfigError(
+                "sampling.stop_strings do not work with driver=vllm model.init=random, whose folder has no tokenizer: "
+                "take sampling.stop_token_ids, or the model's own weights."
+            )
         parent = _cache_folder(config.compile) / "vllm_models"
         folder = write_config_folder(parent, config.model, plan.architecture, plan.dtype)
         return {"model": str(folder), "load_format": "dummy"}

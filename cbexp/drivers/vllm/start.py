@@ -25,8 +25,8 @@ class VllmConfig:
     """How the worker is started, and what it serves.
 
     `environment` is the worker's whole. `engine` has the arguments of vLLM's `LLM`. `device_type` (cuda or cpu) is what
-    the settings were resolved for. Of `settings` it reads compile mode, limit and stop ids. `model_defaults`: the
-    checkpoint's own generation config, which vLLM is not given.
+    the settings were resolved for. Of `settings` it reads the mode, limit, stop ids, sampling and log-probabilities.
+    `model_defaults`: the checkpoint's own generation config, which vLLM is not given.
     """
 
     python: str

@@ -125,7 +125,7 @@ def reset_prefix_cache(llm: Any) -> None:
 def run_round(llm: Any, command: dict[str, Any]) -> dict[str, Any]:
     """Submit everything at once; the clock stops when the last result is in the caller's hands.
 
-    EOS is a matter of our stop ids alone: without a tokenizer vLLM knows none itself.
+    EOS is a matter of our stop ids alone.
     """
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
@@ -133,13 +133,7 @@ def run_round(llm: Any, command: dict[str, Any]) -> dict[str, Any]:
     start_s = time.perf_counter()
     prompts = [TokensPrompt(prompt_token_ids=ids) for ids in command["prompts"]]
     sampling = [
-        SamplingParams(
-            temperature=0.0,
-            max_tokens=limit,
-            ignore_eos=True,
-            stop_token_ids=command["stop_token_ids"],
-            detokenize=False,
-        )
+        SamplingParams(max_tokens=limit, ignore_eos=True, **command["sampling"])
         for limit in command["limits"]
     ]
     outputs = llm.generate(prompts, sampling, use_tqdm=False)
@@ -165,8 +159,18 @@ def describe_output(output: Any) -> dict[str, Any]:
     return {
         "token_ids": [int(token_id) for token_id in completion.token_ids],
         "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+        "logprobs": read_logprobs(completion),
         **{name: getattr(metrics, field, None) or None for name, field in times.items()},
     }
+
+
+def read_logprobs(completion: Any) -> list[float] | None:
+    """Of each chosen token; None where they were not asked for."""
+    if completion.logprobs is None:
+        return None
+    pairs = zip(completion.token_ids, completion.logprobs, strict=True)
+    return [float(of_tokens[token_id].logprob) for token_id, of_tokens in pairs]
 
 
 def serve(commands: Commands, replies: Replies) -> None:

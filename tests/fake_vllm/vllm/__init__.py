@@ -17,7 +17,7 @@ from vllm.misbehaviour import asked, note, run_engine_core
 print("vLLM prints on stdout when it is imported")
 
 ENGINE_ARGUMENTS = {
-    str: {"model", "load_format", "generation_config", "dtype"},
+    str: {"model", "load_format", "generation_config", "dtype", "logprobs_mode"},
     bool: {"skip_tokenizer_init", "enable_prefix_caching", "disable_log_stats", "enforce_eager"},
     int: {
         *{"seed", "max_model_len", "max_num_seqs", "block_size"},
@@ -29,9 +29,26 @@ ENGINE_ARGUMENTS = {
 
 
 class SamplingParams:
-    def __init__(self, *, temperature, max_tokens, ignore_eos, stop_token_ids, detokenize):
-        assert (temperature, ignore_eos, detokenize) == (0.0, True, False)
-        self.max_tokens, self.stop_token_ids = max_tokens, stop_token_ids
+    def __init__(self, *, max_tokens, ignore_eos, stop_token_ids, stop, detokenize, logprobs, **chosen):
+        types = {
+            "temperature": float,
+            "top_k": int,
+            "top_p": float,
+            "min_p": float,
+            "repetition_penalty": float,
+        }
+        assert {name: type(value) for name, value in chosen.items()} == types | {"min_tokens": int}
+        assert chosen["top_k"] >= 0
+        assert 0 < chosen["top_p"] <= 1
+        assert ignore_eos is True
+        assert detokenize or not stop
+        self.chosen = chosen
+        self.max_tokens, self.stop_token_ids, self.stop, self.logprobs = (
+            max_tokens,
+            stop_token_ids,
+            stop,
+            logprobs,
+        )
 
 
 class LLM:
@@ -62,6 +79,7 @@ class LLM:
         assert self.forgotten or not self.arguments["enable_prefix_caching"], "prompts of an earlier round"
         self.forgotten = False
         note("round", [params.max_tokens for params in sampling_params])
+        note("sampling", sampling_params[0].chosen)
         print("vLLM prints on stdout in a round")
         round_misbehaviour()
         pairs = zip(prompts, sampling_params, strict=True)
@@ -70,14 +88,20 @@ class LLM:
     def answer(self, prompt_ids, params):
         if len(prompt_ids) + params.max_tokens > self.arguments["max_model_len"]:
             raise ValueError("longer than the maximum model length")
-        ids, reason = [], "length"
+        assert not (params.stop and self.arguments["skip_tokenizer_init"])
+        ids, reason, stop_reason = [], "length", None
         for place in range(params.max_tokens - asked("short")):
             ids.append((sum(prompt_ids) + place) % 97)
-            if ids[-1] in params.stop_token_ids:
-                reason = "stop"
+            found = [text for text in params.stop if text in "".join(map(chr, ids))]
+            if len(ids) > params.chosen["min_tokens"] and (ids[-1] in params.stop_token_ids or found):
+                reason, stop_reason = "stop", found[0] if found else ids[-1]
                 break
         metrics = None if self.arguments["disable_log_stats"] else build_metrics()
-        completion = SimpleNamespace(token_ids=ids, finish_reason=reason)
+        # Of each token, its own and, by rank, perhaps others'.
+        logprobs = None if params.logprobs is None else [{i: SimpleNamespace(logprob=-i / 97)} for i in ids]
+        completion = SimpleNamespace(
+            token_ids=ids, finish_reason=reason, stop_reason=stop_reason, logprobs=logprobs
+        )
         return SimpleNamespace(prompt_token_ids=prompt_ids, outputs=[completion], metrics=metrics)
 
 
