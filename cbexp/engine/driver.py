@@ -334,8 +334,9 @@ class SyncCBDriver(ModelDriver):
             groups,
             config.seed,
             self._model.config.vocab_size,
-            logprobs=bool(groups) and config.logprobs,
-            fp32_head=bool(groups) and config.fp32_head,
+            default=self._decoding.sampling,
+            logprobs=config.logprobs,
+            fp32_head=config.fp32_head,
         )
 
     def _measure(self, groups: list[GroupLengths]) -> CacheNeed:

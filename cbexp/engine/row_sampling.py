@@ -13,7 +13,7 @@ from torch import Tensor
 from cbexp.engine.buffers import MAX_TOKEN_SETS, RowSampling, SamplingColumn, pack_ids, set_width
 from cbexp.engine.requests import PromptGroup
 from cbexp.engine.sampling import HeadInputs, head_logits, sample
-from cbexp.engine.types import EngineError, Sampling
+from cbexp.engine.types import GREEDY, EngineError, Sampling
 
 
 class RequestSampling(NamedTuple):
@@ -26,6 +26,8 @@ class RequestSampling(NamedTuple):
 class DriveSampling:
     """Of the requests of one drive. `needs_sampling`: whether any of them takes more than the most likely token.
 
+    Without requests, whether one with the sampling `default` would.
+
     Raises `EngineError` for more different sets of ids than steps can hold.
     """
 
@@ -35,6 +37,7 @@ class DriveSampling:
         seed: int,
         vocab_size: int,
         *,
+        default: Sampling = GREEDY,
         logprobs: bool = False,
         fp32_head: bool = False,
     ) -> None:
@@ -44,7 +47,10 @@ class DriveSampling:
             group.sampling.stop_token_ids or group.sampling.stop_strings for group in groups
         )
         self.needs_sampling = (
-            logprobs or fp32_head or any(_does_more_than_greedy(group.sampling) for group in groups)
+            logprobs
+            or fp32_head
+            or any(_does_more_than_greedy(group.sampling) for group in groups)
+            or (not groups and _does_more_than_greedy(default))
         )
         self._set_width = set_width(vocab_size)
         self._sets: dict[frozenset[int], int] = {frozenset(): 0}

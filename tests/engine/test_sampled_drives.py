@@ -9,6 +9,7 @@ import torch
 
 from cbexp.engine import CBSyncConfig, EngineError, Sampling, SyncCBDriver
 from cbexp.engine.buffers import set_width
+from cbexp.engine.decode.step import EagerSteps
 from cbexp.engine.row_sampling import make_key
 from cbexp.engine.sampling import sample_plainly
 from tests.engine.driving import check_cache_at_rest, drive
@@ -310,3 +311,20 @@ def test_stop_strings(shared_model, make_driver, sampling, max_burst):
         driver.add_requests([prompts[0]], sampling=replace(samplings[0], min_new_tokens=8))
         (completion,) = driver.drive_until_empty().values()
         assert len(completion) > 8
+
+
+def test_warmup_is_for_the_steps_that_the_driver_will_run(shared_model, make_driver, monkeypatch):
+    prepared = []
+    monkeypatch.setattr(
+        EagerSteps,
+        "prepare",
+        lambda steps, bucket: prepared.append((steps._buffers.sampling is not None, bucket)),
+    )
+    for settings, is_sampled in (({}, False), ({"sampling": LONG}, True), ({"logprobs": True}, True)):
+        driver = make_driver(shared_model("qwen3"), num_blocks=40, max_requests_per_batch=4, **settings)
+        prepared.clear()
+        driver.warmup()
+        assert prepared == [(is_sampled, 4), (is_sampled, 2), (is_sampled, 1)]
+        drive(driver, [[1, 2], [3]], max_new_tokens=3)
+        assert len(prepared) == 3
+        assert len(driver.time_decode_steps(2, 20, 4, num_bursts=2)) == 2

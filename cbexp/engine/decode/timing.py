@@ -8,7 +8,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from cbexp.engine.buffers import DecodeBuffers
+from cbexp.engine.buffers import DecodeBuffers, SamplingColumn
 from cbexp.engine.decode.step import StepRunner
 from cbexp.engine.decode.synthetic_rows import fill_free_pages
 from cbexp.engine.types import EngineError
@@ -110,6 +110,8 @@ def _place_rows(buffers: DecodeBuffers, token_ids: Tensor, first_position: int, 
     buffers.positions[:num_rows].fill_(first_position)
     buffers.remaining[:num_rows].fill_(num_steps + 1)  # no row ends
     buffers.eos_ids.fill_(-1)
+    if buffers.sampling is not None:
+        buffers.sampling.settings[:, SamplingColumn.STOP_SET] = 0
 
 
 def _time_burst(runner: StepRunner, device: torch.device, bucket: int, num_steps: int) -> float:
