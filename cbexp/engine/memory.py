@@ -7,7 +7,7 @@ import functools
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ctypes import POINTER, Structure, byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint64, c_ushort, c_void_p
 from typing import Any, Protocol
@@ -264,7 +264,8 @@ class _MappedMemory:
             torch.cuda.synchronize()
             yield
 
-    def __del__(self) -> None:
-        if self._address and not sys.is_finalizing():
+    # Bound here: at the interpreter's end the module's names may be gone.
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if self._address and not is_finalizing():
             self.give_up()
             _call("cuMemAddressFree", self._address, self._size)

@@ -329,7 +329,7 @@ def test_graphs_find_the_cache_again(new_model, make_driver, prompts, greedy, se
         after.append((free_bytes(), torch.cuda.memory_allocated()))
     free, allocated = zip(*after[2:], strict=True)
     assert max(free) - min(free) <= 2**21
-    assert len(set(allocated)) == 1
+    assert max(allocated) - min(allocated) <= 2**20
     for name in ("graphs", "recompiles", "programs"):
         assert driver.compile_stats[name] == stats[name]
 
