@@ -37,6 +37,7 @@ def _tile_maxima_kernel(
     release_successor(DEPENDENT)
     wait_for_predecessor(DEPENDENT)
     values = tl.load(logits + row * N + column, mask=column < N, other=float("-inf")).to(tl.float32)
+    values = tl.where(values == values, values, float("inf"))  # a comparison would lose a NaN
     best, index = tl.max(values, axis=0, return_indices=True, return_indices_tie_break_left=True)
     place = row * tl.num_programs(1) + tile
     tl.store(tile_values + place, best)
@@ -176,7 +177,7 @@ def best_token(tile_values: Tensor, tile_ids: Tensor) -> tuple[Tensor, Tensor]:
 def largest_logit(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return the id [rows] (int64) of the largest of `logits` [rows, vocabulary], and that logit [rows] (float32).
 
-    Of equals the lowest id; of a row with NaNs among its logits any id.
+    Of equals the lowest id. A NaN counts as infinity.
     """
     num_rows, num_columns = logits.shape
     block = min(4096, triton.next_power_of_2(num_columns))

@@ -189,6 +189,7 @@ def _head_kernel(
     acc = _multiply(x, weight_rows, n_inside, row, row_inside, 0, K, BLOCK_K, 1, STAGES, EXACT, DEPENDENT)
     # The model's logits have the model's dtype: rounding first keeps its ties, of which the lowest id wins.
     logits = acc.to(x.dtype.element_ty).to(tl.float32)
+    logits = tl.where(logits == logits, logits, float("inf"))  # a comparison would lose a NaN
     logits = tl.where(n_inside[:, None], logits, float("-inf"))
     best, index = tl.max(logits, axis=0, return_indices=True, return_indices_tie_break_left=True)
     place = row.to(tl.int64) * num_tiles + tile

@@ -124,7 +124,7 @@ def test_largest_logit(num_columns, dtype):
     """Of rows of ordinary values, of negative ones, of NaN, of nothing but minus infinity, and with ties."""
     logits = randn(8, num_columns, dtype=dtype)
     logits[1] = -logits[1].abs() - 1
-    logits[2], logits[3] = float("nan"), float("-inf")
+    logits[2, num_columns // 2], logits[3] = float("nan"), float("-inf")
     if num_columns == 9000:
         # Within a tile, across tiles, and with the last of all.
         for row, ids in enumerate([(3, 5), (4095, 4096), (8999, 0), (8999, 8192)], start=4):
@@ -132,6 +132,7 @@ def test_largest_logit(num_columns, dtype):
     chosen, values = finish.largest_logit(logits)
     assert ((chosen >= 0) & (chosen < num_columns)).all()
     assert not values[2].isfinite()
+    assert chosen[2] == num_columns // 2
     others = [0, 1, 3, 4, 5, 6, 7]
     assert chosen[others].equal(logits[others].argmax(-1))
     assert values.dtype == torch.float32
