@@ -57,13 +57,7 @@ def _read_changes(settings, seen, token_sets, position, set_width):
     is_early = position < tl.load(settings + FIRST_STOP)
     suppressed = tl.load(settings + SUPPRESSED_SET).to(tl.int64)
     banned = tl.where(is_early, stops, 0).to(tl.int64)
-    return (
-        _read_float(settings, PENALTY),
-        seen,
-        token_sets,
-        suppressed * set_width,
-        banned * set_width,
-    )
+    return (_read_float(settings, PENALTY), seen, token_sets, suppressed * set_width, banned * set_width)
 
 
 @triton.jit
@@ -175,14 +169,14 @@ def _number_at(order):
 
 
 @triton.jit
-def _find_in_vector(values, weights, wanted, low, high, SHIFT: tl.constexpr):
-    """The largest number, as its order without SHIFT bits, such that `values` from it on have the weight `wanted`.
+def _find_in_vector(values, weights, wanted, low, high, shift):
+    """The largest number such that `values` from it on have the weight `wanted`, as its order without `shift` bits.
 
     It is known to be from `low` to below `high`.
     """
     while high - low > 1:
         middle = low + (high - low) // 2
-        enough = tl.sum(tl.where(values >= _number_at(middle << SHIFT), weights, 0.0), axis=0) >= wanted
+        enough = tl.sum(tl.where(values >= _number_at(middle << shift), weights, 0.0), axis=0) >= wanted
         low = tl.where(enough, middle, low)
         high = tl.where(enough, high, middle)
     return low
@@ -211,9 +205,9 @@ def _find_in_row(
     listed,
     logits,
     changes,
+    shift,
     N: tl.constexpr,
     TILES_AT_ONCE: tl.constexpr,
-    SHIFT: tl.constexpr,
 ):
     """As `_find_in_vector`, of the listed tiles, where a weight is a token or its mass; each pass tries seven numbers.
 
@@ -229,9 +223,9 @@ def _find_in_row(
         o6 = tl.minimum(low + ((high - low) * 6 + 7) // 8, high - 1)
         o7 = tl.minimum(low + ((high - low) * 7 + 7) // 8, high - 1)
         o1 = tl.minimum(o1, high - 1)
-        n1, n2, n3 = _number_at(o1 << SHIFT), _number_at(o2 << SHIFT), _number_at(o3 << SHIFT)
-        n4, n5, n6 = _number_at(o4 << SHIFT), _number_at(o5 << SHIFT), _number_at(o6 << SHIFT)
-        n7 = _number_at(o7 << SHIFT)
+        n1, n2, n3 = _number_at(o1 << shift), _number_at(o2 << shift), _number_at(o3 << shift)
+        n4, n5, n6 = _number_at(o4 << shift), _number_at(o5 << shift), _number_at(o6 << shift)
+        n7 = _number_at(o7 << shift)
         w1 = tl.zeros([TILES_AT_ONCE, TILE], tl.float32)
         w2, w3, w4, w5, w6, w7 = w1, w1, w1, w1, w1, w1
         for start in tl.range(0, num_listed, TILES_AT_ONCE, num_stages=2):
@@ -277,30 +271,30 @@ def _find_threshold(
     logits,
     changes,
     num_tiles,
+    shift,
     N: tl.constexpr,
     BLOCK_TILES: tl.constexpr,
     TILES_AT_ONCE: tl.constexpr,
     MAX_AT_HAND: tl.constexpr,
-    SHIFT: tl.constexpr,
 ):
     """The smallest logit that top-k, top-p and min-p leave, and the tiles that may have one, in a list."""
     top_k, top_p, min_p = tl.load(own + TOP_K), _read_float(own, TOP_P), _read_float(own, MIN_P)
     has_top_k = (top_k > 0) & (top_k < N)
     lowest = tl.full((), LOWEST, tl.float32)
-    low, high = _order_of(lowest) >> SHIFT, (_order_of(largest) >> SHIFT) + 1
+    low, high = _order_of(lowest) >> shift, (_order_of(largest) >> shift) + 1
     # As many tiles as reach this have a token that does; and what is less likely than this has less than the rest of
     # top-p together.
     if has_top_k:
         if top_k <= num_tiles:
-            low = _find_in_vector(maxima, tl.full([BLOCK_TILES], 1.0, tl.float32), top_k, low, high, SHIFT)
+            low = _find_in_vector(maxima, tl.full([BLOCK_TILES], 1.0, tl.float32), top_k, low, high, shift)
     else:
         share = min_p
         if top_p < 1.0:
             share = (1.0 - top_p) * mass_sum / N * 0.99
         bound = tl.minimum(largest + scale * tl.log(tl.maximum(share, 1e-37)), largest)
-        low = tl.maximum(low, _order_of(bound) >> SHIFT)
+        low = tl.maximum(low, _order_of(bound) >> shift)
     tile = tl.arange(0, BLOCK_TILES)
-    is_listed = (tile < num_tiles) & (maxima >= _number_at(low << SHIFT))
+    is_listed = (tile < num_tiles) & (maxima >= _number_at(low << shift))
     num_listed = tl.sum(is_listed.to(tl.int32), axis=0)
     tl.store(listed + tl.cumsum(is_listed.to(tl.int32), axis=0) - 1, tile, mask=is_listed)
     tl.debug_barrier()
@@ -318,11 +312,11 @@ def _find_threshold(
             listed,
             logits,
             changes,
+            shift,
             N,
             TILES_AT_ONCE,
-            SHIFT,
         )
-        threshold = _number_at(low << SHIFT)
+        threshold = _number_at(low << shift)
     if top_p < 1.0:
         if has_top_k:
             in_top_k, num_kept = tl.full((), 0.0, tl.float32), 0
@@ -342,7 +336,7 @@ def _find_threshold(
         if num_kept <= MAX_AT_HAND:
             index = tl.arange(0, MAX_AT_HAND)
             values = tl.load(at_hand + index, mask=index < num_kept, other=float("-inf"))
-            low = _find_in_vector(values, tl.exp((values - largest) / scale), wanted, low, high, SHIFT)
+            low = _find_in_vector(values, tl.exp((values - largest) / scale), wanted, low, high, shift)
         else:
             low = _find_in_row(
                 wanted,
@@ -355,11 +349,11 @@ def _find_threshold(
                 listed,
                 logits,
                 changes,
+                shift,
                 N,
                 TILES_AT_ONCE,
-                SHIFT,
             )
-        threshold = tl.maximum(threshold, _number_at(low << SHIFT))
+        threshold = tl.maximum(threshold, _number_at(low << shift))
     if min_p > 0.0:
         threshold = tl.maximum(threshold, tl.minimum(largest + scale * tl.log(min_p), largest))
     return threshold, num_listed
@@ -456,42 +450,26 @@ def _choose_kernel(
             is_filtered = is_filtered | (_read_float(own, MIN_P) > 0.0)
             if is_filtered & (is_greedy == 0):
                 of_row = listed + row * num_tiles
-                if _read_float(own, PENALTY) == 1.0:
-                    threshold, num_listed = _find_threshold(
-                        own,
-                        maxima,
-                        largest,
-                        mass_sum,
-                        scale,
-                        of_row,
-                        at_hand + row * MAX_AT_HAND,
-                        logits,
-                        changes,
-                        num_tiles,
-                        N,
-                        BLOCK_TILES,
-                        TILES_AT_ONCE,
-                        MAX_AT_HAND,
-                        IDLE_BITS,
-                    )
-                else:  # what is penalised has all bits
-                    threshold, num_listed = _find_threshold(
-                        own,
-                        maxima,
-                        largest,
-                        mass_sum,
-                        scale,
-                        of_row,
-                        at_hand + row * MAX_AT_HAND,
-                        logits,
-                        changes,
-                        num_tiles,
-                        N,
-                        BLOCK_TILES,
-                        TILES_AT_ONCE,
-                        MAX_AT_HAND,
-                        0,
-                    )
+                shift = tl.where(
+                    _read_float(own, PENALTY) == 1.0, IDLE_BITS, 0
+                )  # what is penalised has all bits
+                threshold, num_listed = _find_threshold(
+                    own,
+                    maxima,
+                    largest,
+                    mass_sum,
+                    scale,
+                    of_row,
+                    at_hand + row * MAX_AT_HAND,
+                    logits,
+                    changes,
+                    num_tiles,
+                    shift,
+                    N,
+                    BLOCK_TILES,
+                    TILES_AT_ONCE,
+                    MAX_AT_HAND,
+                )
                 # What is kept of each tile takes the place of its mass.
                 tl.store(tile_masses + tile, tl.zeros([BLOCK_TILES], tl.float32), mask=has_tile)
                 tl.debug_barrier()
