@@ -47,11 +47,23 @@ from cbexp.model.loading import load_model, load_tokenizer
 from cbexp.planning.plan import RunPlan, resolve_plan
 from cbexp.tracking.modes import choose_mode
 from cbexp.trl import CBGRPOTrainer
+from cbexp.trl.settings import GENERATION_KWARGS
 
 CONF_DIR = Path(__file__).resolve().parents[1] / "conf"
 EVALUATION_SEED = 0  # of the arithmetic questions, the same for every run
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # names here and there
+UNUSED_SAMPLING = (
+    "ignore_eos",
+    "eos_token_ids",
+    "pad_token_id",
+    "stop_token_ids",
+    "max_new_tokens_file",
+    "median_new_tokens",
+)
 # Arguments of the trainer that follow from the groups.
 SET_BY_GROUPS = {
+    **{name: f"sampling.{name}" for name in SAMPLING},
+    "generation_kwargs": "sampling",
     "output_dir": "hydra.run.dir",
     "seed": "seed",
     "num_generations": "dataset.num_generations",
@@ -89,13 +101,13 @@ class GRPORun:
         check_at_least("num_eval_prompts", self.num_eval_prompts, 1)
         if self.dataset.verifier == "none":
             raise ConfigError(f"dataset={self.dataset.name} has no verifier, and rewards come from one.")
+        if self.sampling.temperature == 0:
+            raise ConfigError("sampling.temperature=0 makes equal completions, which teach nothing: sample.")
+        for name in UNUSED_SAMPLING:
+            if getattr(self.sampling, name):
+                raise ConfigError(f"sampling.{name} has no effect on TRL's trainer: leave it out.")
         if self.adapter.merged:
             raise ConfigError("adapter.merged=true leaves no adapter to train: use adapter=lora.")
-        for name, value in self.sampling.choice.in_effect.items():
-            raise ConfigError(
-                f"sampling.{name}={value} has no effect here, the trainer decides it: set trainer.{name}, or "
-                "trainer.generation_kwargs."
-            )
         known = [item.name for item in dataclasses.fields(GRPOConfig)]
         for key in self.trainer:
             if key in SET_BY_GROUPS:
@@ -174,6 +186,10 @@ def build_arguments(config: GRPORun, plan: RunPlan, folder: Path, report_to: lis
         "output_dir": str(folder),
         "seed": config.seed,
         "num_generations": config.dataset.num_generations,
+        **{name: getattr(config.sampling, name) for name in SAMPLING},
+        "generation_kwargs": {
+            name: value for name, own in GENERATION_KWARGS.items() if (value := getattr(config.sampling, own))
+        },
         "max_completion_length": plan.max_new_tokens,
         "chat_template_kwargs": config.dataset.chat_template_kwargs or None,
         "report_to": report_to,

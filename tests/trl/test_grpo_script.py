@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from cbexp.config import AdapterConfig, DatasetConfig, ModelConfig, SamplingConfig
+from cbexp.config import AdapterConfig, DatasetConfig, ModelConfig
+from cbexp.config.workload import SamplingConfig
+from cbexp.engine import Sampling
 from cbexp.errors import ConfigError
+from cbexp.trl.settings import check_arguments, read_sampling
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "grpo.py"
 
@@ -28,6 +31,10 @@ def arithmetic(**settings):
     return DatasetConfig(name="arithmetic", kind="arithmetic", verifier="arithmetic", **settings)
 
 
+def build_run(grpo, **settings):
+    return grpo.GRPORun(**{"dataset": arithmetic(), "sampling": SamplingConfig(temperature=1.0)} | settings)
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -37,25 +44,42 @@ def arithmetic(**settings):
         ),
         ({"trainer": {"num_generations": 4}}, "trainer.num_generations follows from dataset.num_generations"),
         ({"dataset": DatasetConfig()}, "dataset=arithmetic has no verifier"),
-        ({"sampling": SamplingConfig(temperature=0.7)}, "sampling.temperature=0.7 has no effect here"),
         (
             {"adapter": AdapterConfig(kind="lora", merged=True)},
             "adapter.merged=true leaves no adapter to train",
         ),
         ({"num_eval_prompts": 0}, "num_eval_prompts=0"),
+        ({"sampling": SamplingConfig()}, "sampling.temperature=0 makes equal completions"),
+        ({"sampling": SamplingConfig(temperature=1.0, ignore_eos=True)}, "sampling.ignore_eos has no effect"),
+        ({"trainer": {"top_p": 0.9}}, "trainer.top_p follows from sampling.top_p"),
     ],
 )
 def test_what_makes_no_run_is_refused_by_name(grpo, settings, said):
     with pytest.raises(ConfigError, match=re.escape(said)):
-        grpo.GRPORun(**{"dataset": arithmetic()} | settings)
+        build_run(grpo, **settings)
+
+
+def test_sampling_is_the_groups(grpo, tmp_path):
+    sampling = SamplingConfig(temperature=0.7, top_k=20, stop_strings=["#"], suppress_token_ids=[3])
+    run = build_run(
+        grpo,
+        dataset=arithmetic(num_generations=4),
+        sampling=sampling,
+        trainer={"per_device_train_batch_size": 4, "eval_strategy": "no", "eval_on_start": False},
+    )
+    plan = grpo.resolve_plan(run.as_experiment())
+    arguments = grpo.build_arguments(run, plan, tmp_path, [])
+    asked = read_sampling(arguments)
+    assert asked == Sampling(temperature=0.7, top_k=20, stop_strings=["#"], suppress_token_ids=[3])
+    check_arguments(arguments, grpo.build_engine_config(run, plan), correction=True)
 
 
 def test_no_question_is_trained_on_and_measured_with(grpo, tmp_path):
-    config = grpo.GRPORun(dataset=arithmetic(num_prompts=500))
+    config = build_run(grpo, dataset=arithmetic(num_prompts=500))
     rows, measured = grpo.load_questions(config)
     assert (len(rows), len(measured)) == (500, 300)
     assert not {row.prompt for row in rows} & {row.prompt for row in measured}
-    other_seed = grpo.load_questions(grpo.GRPORun(dataset=arithmetic(num_prompts=500), seed=1))
+    other_seed = grpo.load_questions(build_run(grpo, dataset=arithmetic(num_prompts=500), seed=1))
     assert [row.prompt for row in other_seed[1]] == [row.prompt for row in measured]
     assert [row.prompt for row in other_seed[0]] != [row.prompt for row in rows]
 
@@ -69,7 +93,7 @@ def test_no_question_is_trained_on_and_measured_with(grpo, tmp_path):
         verifier="gsm8k",
         num_prompts=8,
     )
-    rows, measured = grpo.load_questions(grpo.GRPORun(dataset=dataset, num_eval_prompts=4))
+    rows, measured = grpo.load_questions(build_run(grpo, dataset=dataset, num_eval_prompts=4))
     assert len({row.prompt for row in rows} | {row.prompt for row in measured}) == 12
 
 
@@ -87,12 +111,12 @@ def test_shuffled_rewards_are_the_same_ones_in_another_order(grpo):
 
 def test_a_model_is_a_path_that_trl_loads_unless_it_cannot(grpo):
     tiny = ModelConfig(name="tiny", name_or_path="builtin:tiny_early")
-    run = grpo.GRPORun(model=tiny, dataset=arithmetic(), adapter=AdapterConfig(kind="lora", rank=4))
+    run = build_run(grpo, model=tiny, dataset=arithmetic(), adapter=AdapterConfig(kind="lora", rank=4))
     model, lora = grpo.choose_model(run, None)
     assert Path(model).name == "tiny_early"
     assert (lora.r, lora.inference_mode) == (4, False)
     tiny.dtype = "bfloat16"
-    model, lora = grpo.choose_model(grpo.GRPORun(model=tiny, dataset=arithmetic()), None)
+    model, lora = grpo.choose_model(build_run(grpo, model=tiny, dataset=arithmetic()), None)
     assert (str(model.dtype), lora) == ("torch.bfloat16", None)
 
 
