@@ -88,7 +88,7 @@ def test_a_cpu_without_compiler_is_told_before_anything_is_loaded():
 
 def test_how_the_engine_decodes_is_in_the_plan_and_reaches_the_driver_where_it_has_an_effect(monkeypatch):
     seen = []
-    monkeypatch.setattr(sync, "SyncCBDriver", lambda model, config: seen.append(config))
+    monkeypatch.setattr(sync, "SyncCBDriver", lambda model, config, **_: seen.append(config))
     for config in (compiled(mode="default", **DECODE), compiled("sdpa", max_burst=9), compiled()):
         build_driver(*load(config), (3,), 0)
     own, foreign, default = seen
