@@ -74,7 +74,13 @@ def test_every_import_is_a_declared_dependency_and_nothing_idle_is_declared():
 
 def test_the_engine_needs_few_packages():
     # numpy comes with transformers.
-    assert list_third_party_packages(PACKAGE / "engine") <= {"numpy", "psutil", "torch", "transformers", "triton"}
+    assert list_third_party_packages(PACKAGE / "engine") <= {
+        "numpy",
+        "psutil",
+        "torch",
+        "transformers",
+        "triton",
+    }
 
 
 def test_the_pinned_set_is_complete_and_within_the_ranges():
