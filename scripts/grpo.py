@@ -4,7 +4,7 @@
     python scripts/grpo.py shuffle_rewards=true                  # the control: rewards that mean nothing
     python scripts/grpo.py adapter=lora trainer.learning_rate=3e-3
     python scripts/grpo.py trainer.resume_from_checkpoint=outputs/grpo/RUN/checkpoint-120
-    python scripts/grpo.py model=qwen3_0_6b dataset=gsm8k sampling.max_new_tokens=256 trainer.learning_rate=1e-6
+    python scripts/grpo.py model=qwen3_0_6b dataset=gsm8k dataset.split=train sampling.max_new_tokens=512
 
 Settings are those of `cbexp` by group (model, adapter, dataset, sampling, cache, compile, tracking), and under
 `trainer` those of TRL's `GRPOConfig`. The folder outputs/grpo/RUN gets checkpoints, `accuracy.json` and the curve in

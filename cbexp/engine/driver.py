@@ -297,7 +297,8 @@ class SyncCBDriver(ModelDriver):
                 "device, in the dtype and with the positions that it began with."
             )
         if self._is_version_new:
-            engine.batcher.recompute(self._version)
+            with deferring_interrupts():
+                engine.batcher.recompute(self._version)
         with engine.batcher.on_stream():
             engine.decoder.resume()
 

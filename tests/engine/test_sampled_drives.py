@@ -306,6 +306,19 @@ def test_stop_strings(shared_model, make_driver, sampling, max_burst):
             assert (completion.finish_reason, completion.stop_reason) == ("stop", string)
             assert len(completion.logprobs_model) == length == sum(n for _, n in completion.versions)
         check_cache_at_rest(driver)
+        # What would follow in the same burst does not count.
+        driver._queue.num_submissions = 0
+        bad = whole[0][texts[0].index(strings[0]) + len(strings[0])]
+        if bad not in [*prompts[0], *whole[0][: texts[0].index(strings[0]) + len(strings[0])]]:
+            weight = model.get_input_embeddings().weight
+            with torch.no_grad():
+                kept = weight[bad].clone()
+                weight[bad] = torch.nan
+            driver.add_requests([prompts[0]], sampling=samplings[0])
+            (completion,) = driver.drive_until_empty().values()
+            with torch.no_grad():
+                weight[bad] = kept
+            assert completion.finish_reason == "stop"
         # Nothing ends a completion before its least number of tokens.
         driver._queue.num_submissions = 0
         driver.add_requests([prompts[0]], sampling=replace(samplings[0], min_new_tokens=8))

@@ -129,7 +129,8 @@ def check_bucket(
         eos_id = int(burst.token_ids[:2, 0][-1])
         check.run_steps(runner, rows.num_steps, vocab_size, eos_id)
     tokens, best_logits = step.token_ids[0, check.is_active], step.best_logits[check.is_active]
-    spacing = _spacing_of_best(logits)
+    rounded = logits.to(buffers.layers[0].pages.dtype)  # they may be float32, of hidden states that are not
+    spacing = _spacing_of_best(rounded)
     logprobs = logits.float().log_softmax(-1)
     logprob_errors = _best_logprob_errors(logprobs, own_logits.float().log_softmax(-1))
     is_greedy = check.is_greedy[check.is_active]
@@ -148,7 +149,7 @@ def check_bucket(
         ),
         mean_logit_spacing=float(spacing.mean()),
         max_logit_spacing=float(spacing.max()),
-        rounding_noise=_rounding_noise(logits, num_layers=len(buffers.layers)),
+        rounding_noise=_rounding_noise(rounded, num_layers=len(buffers.layers)),
     )
     check.require(result, float(torch.cat([lag, burst_lag]).max()), tolerance)
     return result

@@ -383,13 +383,12 @@ class Batcher:
         self._book.add_tokens(caller_id, len(made.token_ids), made.logprobs, end_s)
         if not made.is_finite:
             state.generated_tokens.pop()  # the mark
-        token_ids = generated_ids(state)
-        stop = self._find_stop(caller_id, token_ids, len(token_ids) - 1) if made.is_finite else None
+        stop = self._find_stop(caller_id, state, made.token_ids, is_known=True)
         if made.is_finite and stop is None:
             return False
         was_delivered = state.status == RequestStatus.FINISHED
         self._leave(state)
-        self._finish(caller_id, token_ids, made.is_finite, stop, end_s)
+        self._finish(caller_id, generated_ids(state), made.is_finite, stop, end_s)
         return not was_delivered
 
     def _record_outputs(self, end_s: float) -> int:
@@ -471,10 +470,9 @@ class Batcher:
         As many tokens were fed to make them: the one it had, and all but the last of these.
         """
         caller_id, token_ids = self._caller_ids[state.request_id], made.token_ids
-        known_ids = generated_ids(state)
-        stop = self._find_stop(caller_id, (*known_ids, *token_ids), len(known_ids))
+        stop = self._find_stop(caller_id, state, token_ids, is_known=False)
         if stop is not None:
-            token_ids = token_ids[: stop.num_tokens - len(known_ids)]
+            token_ids = token_ids[: stop.num_tokens]
         is_finished = (
             stop is not None
             or not made.is_finite
@@ -488,7 +486,8 @@ class Batcher:
         state.position_offset += len(token_ids)
         if is_finished:
             self._leave(state)
-            self._finish(caller_id, (*known_ids, *token_ids), made.is_finite, stop, end_s)
+            # What follows a stop string was never asked for, finite or not.
+            self._finish(caller_id, generated_ids(state), made.is_finite or stop is not None, stop, end_s)
         else:
             self._cache.mark_complete_blocks(state, complete_blocks)
         return is_finished
@@ -514,14 +513,23 @@ class Batcher:
         )
         self._book.finish(caller_id, token_ids, error, end_s, stop and stop.string)
 
-    def _find_stop(self, caller_id: str, token_ids: Sequence[int], num_known: int) -> FoundStop | None:
-        """The stop string that one of a completion's tokens after the first `num_known` completes; EOS goes before."""
-        group = self._book.group_of(caller_id)
-        strings = group.sampling.stop_strings
-        num_searched = max(num_known, group.sampling.min_new_tokens)
-        if not strings or num_searched >= len(token_ids):
+    def _find_stop(
+        self, caller_id: str, state: RequestState, new_ids: Sequence[int], *, is_known: bool
+    ) -> FoundStop | None:
+        """The stop string that one of `new_ids` completes, by how many of them; EOS goes before.
+
+        `is_known`: whether the request has them already.
+        """
+        sampling = self._book.group_of(caller_id).sampling
+        if not sampling.stop_strings or not new_ids:
             return None
-        return find_stop_string(self._tokenizer, token_ids, num_searched, strings)
+        token_ids = generated_ids(state) if is_known else (*generated_ids(state), *new_ids)
+        num_old = len(token_ids) - len(new_ids)
+        num_searched = max(num_old, sampling.min_new_tokens)
+        if num_searched >= len(token_ids):
+            return None
+        found = find_stop_string(self._tokenizer, token_ids, num_searched, sampling.stop_strings)
+        return found and found._replace(num_tokens=found.num_tokens - num_old)
 
     def recompute(self, version: int) -> None:
         """Have every request read again, with what it has generated, for the policy `version` to go on with.

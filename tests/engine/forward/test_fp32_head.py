@@ -22,6 +22,17 @@ def test_logits_are_summed_up_and_kept_in_float32(make_driver, fusion):
     assert "forward" not in vars(model.lm_head)
 
 
+def test_the_self_check_rounds_as_the_model_does(make_driver):
+    """Its bounds are of the hidden states, which stay in half precision."""
+    model = build_model("qwen3", num_hidden_layers=12).bfloat16()
+    driver = make_driver(
+        model, fp32_head=True, fusion="projections", max_requests_per_batch=32, batch_shape="full"
+    )
+    assert len(drive(driver, random_prompts((5, 9)), max_new_tokens=4)) == 2
+    (check,) = driver.resolved["self_check_results"]
+    assert check["mean_logit_spacing"] > 1e-3
+
+
 def test_a_head_that_is_no_layer_is_refused(make_driver, new_model):
     model = new_model("qwen3")
     model.lm_head = torch.nn.Sequential(model.lm_head)
