@@ -11,12 +11,15 @@ _names: list[str] = []
 
 
 def operator(
-    reference: Callable[..., object], mutates_args: Iterable[str] = ()
+    reference: Callable[..., object],
+    mutates_args: Iterable[str] = (),
+    shapes: Callable[..., object] | None = None,
 ) -> Callable[[Callable[..., object]], CustomOpDef]:
     """Make an operator `cbexp::name` of the decorated function, which computes on CUDA what `reference` defines.
 
     `reference`, in plain torch, has the same parameters. It gives the operator's schema and shapes, and serves every
-    other device. Inputs keep the strides that model code gives them.
+    other device; `shapes` gives them in its place where it looks at values. Inputs keep the strides that model code
+    gives them.
     """
 
     def register(on_cuda: Callable[..., object]) -> CustomOpDef:
@@ -25,7 +28,7 @@ def operator(
             name, reference, mutates_args=mutates_args, tags=(torch.Tag.needs_exact_strides,)
         )
         defined.register_kernel("cuda")(on_cuda)
-        defined.register_fake(reference)
+        defined.register_fake(shapes or reference)
         _names.append(name)
         return defined
 

@@ -123,7 +123,10 @@ def sample_plainly(
     largest_raw, largest = raw.amax(1, keepdim=True), processed.amax(1, keepdim=True)
     is_finite = ((largest_raw < torch.inf) & (largest > -torch.inf))[:, 0]
     masses = ((processed - largest) / scale).exp()
-    kept = processed >= _find_threshold(processed, masses, largest, scale, setting)
+    kept = processed >= LOWEST
+    is_filtered = (setting(SamplingColumn.TOP_K) > 0) | (setting(SamplingColumn.TOP_P) < 1)
+    if bool((is_filtered | (setting(SamplingColumn.MIN_P) > 0)).any()):
+        kept = processed >= _find_threshold(processed, masses, largest, scale, setting)
     tiles = _tiles(torch.where(kept, masses, 0.0))
     uniforms = _draw_uniforms(setting, positions + 1, key)
     tile = _choose_by_mass(tiles.sum(2), uniforms[0])
@@ -152,7 +155,16 @@ def sample_plainly(
     )
 
 
-@operator(sample_plainly)
+def _sample_shapes(logits: Tensor, *_rest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    num_rows = logits.shape[0]
+    return (
+        logits.new_empty(num_rows, dtype=torch.int64),
+        logits.new_empty(num_rows, dtype=torch.float32),
+        logits.new_empty(num_rows, 4, dtype=torch.float32),
+    )
+
+
+@operator(sample_plainly, shapes=_sample_shapes)
 def sample(
     logits: Tensor, settings: Tensor, positions: Tensor, seen: Tensor, token_sets: Tensor, key: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
