@@ -38,7 +38,7 @@ def names_in(panel: object) -> set[str]:
 @pytest.mark.slow
 def test_every_name_is_one_that_a_run_of_the_embedded_model_logs(tmp_path):
     config = ExperimentConfig(
-        dataset=DatasetConfig(num_prompts=4, verifier="arithmetic"),
+        dataset=DatasetConfig(num_prompts=4, num_generations=2, verifier="arithmetic"),
         sampling=SamplingConfig(max_new_tokens=24),
         tracking=TrackingConfig(mode="offline"),
         num_rounds=2,
