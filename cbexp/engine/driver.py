@@ -213,10 +213,7 @@ class SyncCBDriver(ModelDriver):
         Whatever needs the cache wakes the driver by itself. Harmless when it sleeps, or has no cache yet.
         """
         self._check_usable("sleep")
-        with deferring_interrupts():
-            if self._engine is not None:
-                self._engine.batcher.give_up_memory()
-            self._shadow.give_up()
+        self._give_up_memory()
 
     def wake(self) -> None:
         """Have the memory back after `sleep`, ahead of the drive that would wake the driver; harmless when it is awake.
@@ -224,9 +221,7 @@ class SyncCBDriver(ModelDriver):
         Raises `CacheMemoryError` when the device has no room for it; the driver sleeps on then.
         """
         self._check_usable("wake")
-        if self._engine is not None:
-            self._engine.wake()
-        self._shadow.take_back()
+        self._wake()
 
     def close(self) -> None:
         """Free cache, graphs and copies of weights. Safe to call twice; any other use afterwards is an `EngineError`.
@@ -241,11 +236,30 @@ class SyncCBDriver(ModelDriver):
     def _holding_model(self) -> AbstractContextManager[None]:
         return exclusive_use(self._model)
 
+    def _give_up_memory(self) -> None:
+        with deferring_interrupts():
+            if self._engine is not None:
+                self._engine.batcher.give_up_memory()
+            self._shadow.give_up()
+
+    def _wake(self) -> None:
+        """Have all memory that was given up, or none of it."""
+        with deferring_interrupts():
+            try:
+                if self._engine is not None:
+                    self._engine.batcher.take_memory_back()
+                self._shadow.take_back()
+            except CacheMemoryError as error:
+                self._give_up_memory()
+                raise CacheMemoryError(
+                    f"{error} The driver still sleeps: free memory there, and wake it again."
+                ) from error
+
     def _drive(self, groups: list[PromptGroup], book: RequestBook) -> None:
         with self._borrowed() as borrow:
             need = self._measure([group.lengths for group in groups])
             engine = self._engine = self._engine_for(need)
-            engine.wake()
+            self._wake()
             margin = choose_safety_margin(need.num_blocks, engine.batcher.num_blocks)
             sampling = self._sampling_of(groups)
             engine.batcher.begin(book, sampling, margin, engine.decoder.max_rows)
@@ -268,7 +282,7 @@ class SyncCBDriver(ModelDriver):
             # A cache that is too small for all at once does: one that were built anew would cost graphs.
             if engine is None or not engine.batcher.suits(self._model) or not engine.size.holds_longest(need):
                 engine = self._engine = self._engine_for(need)
-            engine.wake()
+            self._wake()
             margin = choose_safety_margin(need.num_blocks, engine.batcher.num_blocks)
             try:
                 with engine.batcher.on_stream(), engine.decoder.reading() as forward:
@@ -320,7 +334,7 @@ class SyncCBDriver(ModelDriver):
                     "The cache is of another dtype, device or length than the model is now, under its autocast "
                     f"({self._model.dtype}, {self._model.device}): a drive builds it anew."
                 )
-            engine.wake()
+            self._wake()
             try:
                 with engine.batcher.on_stream():
                     engine.decoder.begin(self._sampling_of(()))
@@ -428,16 +442,6 @@ class _Engine:
     batcher: Batcher
     decoder: Decoder | _UpstreamSteps
     size: CacheSize
-
-    def wake(self) -> None:
-        """Have the cache's memory, if it was given up."""
-        try:
-            with deferring_interrupts():
-                self.batcher.take_memory_back()
-        except CacheMemoryError as error:
-            raise CacheMemoryError(
-                f"{error} The driver still sleeps: free memory there, and wake it again."
-            ) from error
 
     def reset(self) -> None:
         """Forget all requests, and give the model's modules back."""

@@ -341,6 +341,27 @@ def test_the_copies_are_freed(make_driver, end):
         gc.enable()
 
 
+@pytest.mark.parametrize("asleep_for_good", ["cache", "copies"])
+def test_a_driver_wakes_whole_or_not_at_all(make_driver, monkeypatch, asleep_for_good):
+    """Whichever memory is not there; with room again the driver goes on."""
+    driver = make_driver(prepare(build()))
+    expected = drive(driver, PROMPTS)
+    driver.sleep()
+    memories = {"cache": driver._engine.batcher._cache.memory, "copies": driver._shadow._memory}
+
+    def fail():
+        raise CacheMemoryError("cuda:0 has no room.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(memories[asleep_for_good], "take_back", fail)
+        with pytest.raises(CacheMemoryError, match=r"no room\. The driver still sleeps"):
+            driver.wake()
+        assert not any(memory.is_held for memory in memories.values())
+    driver.wake()
+    assert all(memory.is_held for memory in memories.values())
+    assert drive(driver, PROMPTS) == expected
+
+
 def test_no_memory_for_the_copies(make_driver, monkeypatch):
     """One line; the model is the caller's again, and the driver goes on once there is memory."""
     model = prepare(build().train())
