@@ -10,12 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from cbexp.engine.buffers import NOT_FINITE, DecodeBuffers, SamplingBuffers, SamplingColumn
-from cbexp.engine.kernels.tiles import MAX_SKINNY_ROWS, SAMPLING_TILE
+from cbexp.engine.kernels.tiles import LOWEST_LOGIT, MAX_SKINNY_ROWS, MIN_TEMPERATURE, SAMPLING_TILE
 from cbexp.engine.operators import operator
-
-LOWEST = torch.finfo(torch.float32).min
-# Smaller temperatures than this are this: its inverse and the products with it stay finite.
-MIN_TEMPERATURE = 1e-30
 
 
 class HeadInputs(NamedTuple):
@@ -123,7 +119,7 @@ def sample_plainly(
     largest_raw, largest = raw.amax(1, keepdim=True), processed.amax(1, keepdim=True)
     is_finite = ((largest_raw < torch.inf) & (largest > -torch.inf))[:, 0]
     masses = ((processed - largest) / scale).exp()
-    kept = processed >= LOWEST
+    kept = processed >= LOWEST_LOGIT
     is_filtered = (setting(SamplingColumn.TOP_K) > 0) | (setting(SamplingColumn.TOP_P) < 1)
     if bool((is_filtered | (setting(SamplingColumn.MIN_P) > 0)).any()):
         kept = processed >= _find_threshold(processed, masses, largest, scale, setting)
@@ -208,9 +204,9 @@ def _find_threshold(
     """The smallest logit [rows, 1] that may be chosen, finite."""
     top_k, top_p = setting(SamplingColumn.TOP_K), setting(SamplingColumn.TOP_P)
     min_p = setting(SamplingColumn.MIN_P)
-    upper = largest.clamp(min=LOWEST)
+    upper = largest.clamp(min=LOWEST_LOGIT)
     in_top_k = _largest_threshold(processed, torch.ones_like(processed), upper, top_k)
-    threshold = torch.where((top_k > 0) & (top_k < processed.shape[1]), in_top_k, LOWEST)
+    threshold = torch.where((top_k > 0) & (top_k < processed.shape[1]), in_top_k, LOWEST_LOGIT)
     masses = torch.where(processed >= threshold, masses, 0.0)
     in_top_p = _largest_threshold(processed, masses, upper, top_p * _sum(masses)[:, None])
     threshold = torch.where(top_p < 1, in_top_p.maximum(threshold), threshold)
@@ -223,7 +219,7 @@ def _largest_threshold(values: Tensor, weights: Tensor, upper: Tensor, wanted: T
 
     By bisection of float32 numbers in their order.
     """
-    low, high = torch.full_like(upper, LOWEST), upper
+    low, high = torch.full_like(upper, LOWEST_LOGIT), upper
     low, high = _order_of(low), _order_of(high) + 1
     wanted = wanted.clamp(min=torch.finfo(torch.float32).tiny)
     for _ in range(32):

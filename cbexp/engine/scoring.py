@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from cbexp.engine.kernels.tiles import MIN_TEMPERATURE
 from cbexp.engine.requests import GroupLengths, RequestLimits, check_batch, check_prompt, check_token_ids
-from cbexp.engine.sampling import MIN_TEMPERATURE
 
 # Of float32 logits that exist at once; what is computed of them takes as much again.
 CHUNK_BYTES = 2**27

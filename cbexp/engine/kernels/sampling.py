@@ -12,8 +12,8 @@ from torch import Tensor
 from triton.language.random import philox_impl
 
 from cbexp.engine.buffers import NOT_FINITE, SamplingColumn
+from cbexp.engine.kernels import tiles
 from cbexp.engine.kernels.launch import launch_options, release_successor, wait_for_predecessor
-from cbexp.engine.kernels.tiles import SAMPLING_TILE
 
 # Tiles that a program of the first kernel reads, and that a program of the second one reads at a time.
 TILES_EACH = 32
@@ -22,9 +22,9 @@ TILES_AT_ONCE = 16
 MAX_AT_HAND = 1024
 # Low bits of a float32 number that one of a narrower type does not have.
 IDLE_BITS = {torch.bfloat16: 16, torch.float16: 13}
-LOWEST = tl.constexpr(float(torch.finfo(torch.float32).min))
-MIN_TEMPERATURE = tl.constexpr(1e-30)
-TILE = tl.constexpr(SAMPLING_TILE)
+LOWEST = tl.constexpr(tiles.LOWEST_LOGIT)
+MIN_TEMPERATURE = tl.constexpr(tiles.MIN_TEMPERATURE)
+TILE = tl.constexpr(tiles.SAMPLING_TILE)
 MARK = tl.constexpr(NOT_FINITE)
 NUM_SUMS = tl.constexpr(4)
 TO_UNIT = tl.constexpr(2.0**-24)
@@ -527,7 +527,7 @@ def sample(
     """As `sampling.sample_plainly`; inactive rows get token 0."""
     num_rows, num_columns = logits.shape
     device, set_width = logits.device, token_sets.shape[1]
-    num_tiles = triton.cdiv(num_columns, SAMPLING_TILE)
+    num_tiles = triton.cdiv(num_columns, tiles.SAMPLING_TILE)
     num_parts = triton.cdiv(num_tiles, TILES_EACH)
     if logits.stride(1) != 1:
         logits = logits.contiguous()

@@ -120,6 +120,10 @@ def _fit(
 
 # Columns of the logits in one tile, of which the first random number chooses one and the second a token in it.
 SAMPLING_TILE = 128
+# The lowest logit that may be chosen: minus infinity never is.
+LOWEST_LOGIT = -3.4028234663852886e38
+# Smaller temperatures than this are this: its inverse and the products with it stay finite.
+MIN_TEMPERATURE = 1e-30
 
 # Attention
 
