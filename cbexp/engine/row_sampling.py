@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,13 +13,6 @@ from cbexp.engine.buffers import MAX_TOKEN_SETS, RowSampling, SamplingColumn, pa
 from cbexp.engine.requests import PromptGroup
 from cbexp.engine.sampling import HeadInputs, head_logits, sample
 from cbexp.engine.types import GREEDY, EngineError, Sampling
-
-
-class RequestSampling(NamedTuple):
-    """`settings`: its values by `SamplingColumn`. `is_penalized`: whether the tokens that it has are needed too."""
-
-    settings: tuple[int, ...]
-    is_penalized: bool
 
 
 class DriveSampling:
@@ -54,15 +46,13 @@ class DriveSampling:
         )
         self._set_width = set_width(vocab_size)
         self._sets: dict[frozenset[int], int] = {frozenset(): 0}
-        self._requests: dict[str, RequestSampling] = {}
+        self._settings: dict[str, tuple[int, ...]] = {}
         if not self.needs_sampling:
             return
         for group in groups:
             settings = self._pack(group)
             for generation, request_id in enumerate(group.request_ids):
-                self._requests[request_id] = RequestSampling(
-                    (*settings, generation), group.sampling.repetition_penalty != 1
-                )
+                self._settings[request_id] = (*settings, generation)
         if len(self._sets) > MAX_TOKEN_SETS:
             raise EngineError(
                 f"The requests of one drive have {len(self._sets) - 1} different sets of stop or suppressed ids, and "
@@ -71,9 +61,9 @@ class DriveSampling:
         self.token_sets = torch.stack([pack_ids(ids, self._set_width) for ids in self._sets])
         self.key = make_key(seed)
 
-    def request(self, request_id: str) -> RequestSampling:
-        """How a request is sampled; there is none for greedy drives."""
-        return self._requests[request_id]
+    def settings_of(self, request_id: str) -> tuple[int, ...]:
+        """A request's values by `SamplingColumn`; there are none in a greedy drive."""
+        return self._settings[request_id]
 
     def choose(
         self, logits: Tensor | HeadInputs, rows: Sequence[RowSampling], positions: Sequence[int]

@@ -359,11 +359,10 @@ class Batcher:
 
     def _row_sampling(self, state: RequestState) -> RowSampling:
         caller_id = self._caller_ids[state.request_id]
-        request = self._sampling.request(caller_id)
-        if not request.is_penalized:
-            return RowSampling(request.settings, ())
-        prompt_ids = self._book.group_of(caller_id).prompt_ids
-        return RowSampling(request.settings, (*prompt_ids, *generated_ids(state)))
+        group, settings = self._book.group_of(caller_id), self._sampling.settings_of(caller_id)
+        if group.sampling.repetition_penalty == 1:
+            return RowSampling(settings)
+        return RowSampling(settings, (*group.prompt_ids, *generated_ids(state)))
 
     def _read_made_tokens(self, num_rows: int, logprobs: np.ndarray | None) -> list[RowTokens]:
         """What the batch that has run has made of each request that gets a token."""
